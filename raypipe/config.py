@@ -126,8 +126,9 @@ class StoreConfig(Section, prefix="store."):
             mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
-        in_memory: keep what was read once, still encoded, in memory that all processes of a node share, for slow
-            disks, network file systems and buckets; limited by RAYPIPE_MEMORY_BYTES.
+        in_memory: copy the store, still encoded, into memory that all processes of a node share, before the first
+            sample is read there: for slow disks, network file systems and buckets. A store beyond
+            RAYPIPE_MEMORY_BYTES is an error.
     """
 
     train: str | dict[str, str] = ""

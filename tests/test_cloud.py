@@ -32,7 +32,7 @@ from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.bad_list import write_bad_list
-from raypipe.stores.destination import new_remote
+from raypipe.stores.destination import new_remote, put_shard
 from raypipe.streaming.stop_file import request_stop
 
 from pictures import CLASSES, picture, samples  # isort: skip
@@ -108,14 +108,12 @@ def places(bucket: str, tmp_path: Path) -> tuple[str, str]:
     rows[17]["image"] = b"no picture"
     (tmp_path / "train.lmdb").mkdir()
     with new_remote(f"{bucket}/train.lmdb", overwrite=False) as uploaded:
-        uploaded.mkdir()
-        for folder in (tmp_path / "train.lmdb", uploaded):
-            for number, (start, end) in enumerate([(0, 40), (40, 70), (70, 100)]):
-                with open_writer(
-                    folder / f"{number:05d}.lmdb", classes=CLASSES
-                ) as writer:
-                    for row in rows[start:end]:
-                        writer.append(row)
+        for number, (start, end) in enumerate([(0, 40), (40, 70), (70, 100)]):
+            file = tmp_path / "train.lmdb" / f"{number:05d}.lmdb"
+            with open_writer(file, classes=CLASSES) as writer:
+                for row in rows[start:end]:
+                    writer.append(row)
+            uploaded.append(put_shard(file, f"{bucket}/train.lmdb", number))
     with open_writer(
         tmp_path / "val.parquet", classes=CLASSES, row_group_size=8
     ) as writer:

@@ -4,6 +4,8 @@ import json
 import sys
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_runs import parse_run
@@ -157,7 +159,8 @@ def test_no_argument_in_a_record_names_code(gadget: str, tmp_path: Path) -> None
             if _DATA.fullmatch(name) and "import" not in entry:
                 continue  # never imported
             arguments = {"train": "nowhere", name: entry}
-            record = {"arguments": arguments, "augment": arguments.pop("augment", None)}
+            augment = arguments.pop("augment", None)
+            record: Any = SimpleNamespace(arguments=arguments, augment=augment)
             stream = RecordedStream(tmp_path.as_uri(), record, False, {})
             with pytest.raises(ConfigError, match=f"names the code '{gadget}'"):
                 _ = stream.augment, stream.spec

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 from pictures import picture
+from tars import write_members
 
 from raypipe.commands.cli import main
 from raypipe.commands.parser import printing
@@ -32,13 +31,11 @@ def test_what_is_no_character_is_printed_as_an_escape(text: str, expected: str) 
 
 
 def tar(path: Path, *names: bytes) -> str:
-    with tarfile.open(path, "w") as made:
-        for name in names:
-            member = tarfile.TarInfo(os.fsdecode(name))
-            content = b"0" if name.endswith(b".cls") else picture(len(name))
-            member.size = len(content)
-            made.addfile(member, io.BytesIO(content))
-    return str(path)
+    contents = [
+        b"0" if name.endswith(b".cls") else picture(len(name)) for name in names
+    ]
+    members = zip(map(os.fsdecode, names), contents, strict=True)
+    return str(write_members(path, members))
 
 
 def test_names_from_an_archive_do_not_command_the_terminal(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raypipe.printing import print_table, printable
-
-if TYPE_CHECKING:
-    from raypipe.history.audited import AuditedRecord
+from raypipe.printing import print_table
 
 
 def audit(
@@ -54,24 +50,36 @@ def audit(
     from raypipe.history.recorded import given_of, open_run
 
     begun = time.perf_counter()
-    given = given_of(train, val, train_transform, val_transform, augment)
+    given = given_of(
+        train=train,
+        val=val,
+        train_transform=train_transform,
+        val_transform=val_transform,
+        augment=augment,
+    )
     run = open_run(folder, trust_run_code=trust_run_code, **given)
     record = AuditedRecord(run)
     record.check_record()
     roots = {record.root, *(epoch.root for epoch in record.epochs.values())}
     if root and root not in roots:
-        text = f"the run's root is {record.root}, and neither it nor an epoch's is the published {root}"
+        text = f"{record.root}, and neither it nor an epoch's is the published {root}"
         record.find("root", text)
     seed = seed or secrets.randbelow(1 << 31) + 1
-    _compare(record, record.places() if all else record.choose(samples, seed))
+    places = record.places() if all else record.choose(samples, seed)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        shown = bar.add_task("making micro-batches again", total=len(places))
+        record.compare(places, lambda: bar.advance(shown))
     return {
         "run_dir": folder,
         "ok": not record.findings,
         "root": record.root,
         "epochs": {
-            str(number): asdict(epoch) for number, epoch in record.epochs.items()
+            str(number): epoch._asdict() for number, epoch in record.epochs.items()
         },
-        "recorded": record.num_recorded,
+        "recorded": sum(epoch.micro_batches for epoch in record.epochs.values()),
         "compared": record.num_compared,
         "compared_finished": record.num_finished,
         "not_compared_finished": record.uncompared,
@@ -80,16 +88,6 @@ def audit(
         "differences": run.differences,
         "seconds": time.perf_counter() - begun,
     }
-
-
-def _compare(record: AuditedRecord, places: list[Any]) -> None:
-    """Make micro-batches again, with a bar of progress in a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        shown = bar.add_task("making micro-batches again", total=len(places))
-        record.compare(places, lambda: bar.advance(shown))
 
 
 def print_audit(result: dict[str, Any]) -> None:
@@ -105,9 +103,9 @@ def print_audit(result: dict[str, Any]) -> None:
         rows["seed"] = str(rows["seed"])
     print_table(result["run_dir"], rows)
     for finding in result["findings"]:
-        print(printable(f"{finding['kind']}: {finding['text']}"))
+        print(f"{finding['kind']}: {finding['text']}")
     for sentence in result["differences"]:
-        print(printable(sentence))
+        print(sentence)
     print(_verdict(result))
 
 

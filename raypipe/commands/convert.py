@@ -1,26 +1,24 @@
 """The command `convert`: copies a store, another format, an iterable or a `ray.data.Dataset` into a new store.
 
-    a store → ranges → one task per shard writes, reads back and compares
-    → one rename, or, at a URI, one manifest: the new store exists whole or not at all
+    a store                    → ranges             → one task per shard writes, reads back and compares
+    samples, format, Dataset   → blocks in memory     → one rename, or, at a URI, one manifest: the new store
+                                                        exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. Samples and other formats, which can only be read in order,
-go through this process once, into a store in the cache folder, which is then copied like any other. Tasks of a
-Dataset's own execution write its shards, see `raypipe.commands.convert_dataset`.
+indices are the source's, unless samples are skipped. See `raypipe.commands.ordered_samples` for the second line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
@@ -32,18 +30,18 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import NAME, Columns, ColumnValues, Store
-from raypipe.stores.plain_columns import column_types
-from raypipe.stores.scan import scan
+from raypipe.stores.base import ColumnValues, Store
 from raypipe.stores.sources import Asked, Source, open_source
 
 if TYPE_CHECKING:
     import ray.data
 
-    from raypipe.commands.copies import CopySettings
+    from raypipe.commands.copies import CopySettings, Report
+    from raypipe.commands.ordered_samples import OrderedSamples
+    from raypipe.commands.store_samples import StoreSamples
 
-# A shard is small enough to be copied and cached as one object, and large enough to be few.
-_SHARD_BYTES = 1 << 30
+# Ray Data's tasks are tried as often
+_RETRIES = 3
 _QUALITY = 90
 
 
@@ -158,20 +156,11 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
-    from raypipe.commands.convert_dataset import make_copy
-    from raypipe.commands.copies import CopySettings, class_numbers
+    from raypipe.commands.copies import CopySettings, write_shard
+    from raypipe.commands.tasks import count_cpus, run_tasks
     from raypipe.rayext.cluster import connect
 
     dst = str(dst)
-    _check_arguments(dst, short_side, quality, shards, seekable)
-    if quality != _QUALITY and not short_side:
-        raise ConfigError(
-            f"quality={quality} has no effect without short_side, which makes new JPEGs"
-        )
-    if exif and not sizes and not short_side:
-        raise ConfigError("exif has no effect without sizes, which it measures")
-    names = None if classes is None else tuple(classes)
-    opened = _opened(src, image_column, target_column, trust_pickles)
     settings = CopySettings(
         sizes=sizes,
         short_side=short_side,
@@ -179,55 +168,116 @@ def convert(
         exif=exif,
         seekable=seekable,
         on_bad_sample=on_bad_sample,
-        classes=names,
+        suffix=Path(split_address(dst)[1]).suffix,
+        classes=None if classes is None else tuple(classes),
     )
-    if _is_dataset(opened):
+    _check_arguments(dst, shards, settings)
+    opened = _opened(src, image_column, target_column, trust_pickles)
+    with _destination(dst, overwrite) as (folder, finished):
+        if _is_dataset(opened):
+            connect()
+        samples = _samples_of(opened, src)
+        types = samples.column_types(short_side)
+        settings = settings.of_columns(types)
+        settings = replace(settings, source=samples.name, dst=folder)
+        settings = _with_classes(settings, samples.classes)
         connect()
-        return make_copy(opened, dst, shards, overwrite, names, settings)
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(_as_store(opened, short_side))
-        if not len(store):
-            raise StoreError(f"{store.address} has no samples")
-        if names is not None:
-            class_numbers(store, names)
-        settings = settings.of_columns(_column_types(store, short_side))
-        connect()
-        num_shards = _num_shards(store, shards)
-        partial = stack.enter_context(_destination(dst, overwrite))
-        return _copy(store, _shard_files(partial, dst, num_shards), settings)
+        is_here = samples.are_here or not is_remote(dst)
+        num_cpus = count_cpus("the copy", is_here)
+        shards_of_rows = samples.rows(settings, shards, num_cpus)
+        calls = (
+            (rows, first, number, settings)
+            for number, (first, rows) in enumerate(shards_of_rows)
+        )
+        reports = run_tasks(
+            "the copy",
+            is_here,
+            write_shard,
+            calls,
+            samples.num_samples,
+            num_cpus,
+            retries=0 if samples.are_here else _RETRIES,
+        )
+        return _counted(reports, settings, finished)
 
 
-@contextlib.contextmanager
-def _as_store(opened: Any, short_side: int) -> Iterator[Store]:
-    """Context manager: what `_opened` returns, as a store; samples are kept in the cache folder meanwhile."""
-    from raypipe.commands.ordered_samples import kept_samples
+def _samples_of(opened: Any, src: Any) -> StoreSamples | OrderedSamples:
+    """Return what is copied; raise StoreError if it has no samples."""
+    from raypipe.commands.ordered_samples import ordered_rows, ordered_samples
+    from raypipe.commands.store_samples import StoreSamples
 
     if isinstance(opened, Store):
-        yield opened
-        return
+        return StoreSamples(opened)
+    if _is_dataset(opened):
+        return ordered_rows(opened)
     source = opened if isinstance(opened, Source) else Source(iter(opened))
-    with kept_samples(source, short_side) as path:
-        yield open_store(path)
+    name = str(src) if isinstance(src, str | Path) else "the source"
+    return ordered_samples(source, name)
 
 
-def _check_arguments(
-    dst: str, short_side: int, quality: int, shards: int, seekable: bool
-) -> None:
+def _with_classes(
+    settings: CopySettings, stored: tuple[str, ...] | None
+) -> CopySettings:
+    """Return the settings with the stored class names, or with what labels are among others."""
+    from raypipe.commands.copies import class_numbers
+
+    if settings.classes is None:
+        return replace(settings, classes=stored)
+    are_classes = settings.columns.get("label") == "int64"
+    numbers = class_numbers(settings.source, are_classes, stored, settings.classes)
+    return replace(settings, numbers=numbers)
+
+
+def _counted(
+    reports: Iterable[Report], settings: CopySettings, finished: list[Any]
+) -> dict[str, int]:
+    """Add up what the tasks report; return what `convert` does. `finished` gets the shards, in order."""
+    counts = np.zeros(3, np.int64)
+    skipped: list[tuple[int, str]] = []
+    shards = []
+    for report in reports:
+        counts += report[:3]
+        skipped += report.skipped
+        if report.shard:
+            shards.append(report.shard)
+    num_seen, num_without_size, num_bytes = counts.tolist()
+    if num_seen == len(skipped):
+        raise StoreError(
+            f"{settings.source} has no readable sample; the first: {min(skipped)[1]}"
+        )
+    finished += (file for _, file in sorted(shards, key=itemgetter(0)))
+    return {
+        "samples": num_seen - len(skipped),
+        "classes": len(settings.classes or ()),
+        "bytes": num_bytes,
+        "skipped": len(skipped),
+        "without_size": num_without_size,
+    }
+
+
+def _check_arguments(dst: str, shards: int, settings: CopySettings) -> None:
     """Raise an error for arguments of `convert` that are wrong for any source."""
     from raypipe import kernel
     from raypipe.stores.writers import WRITTEN_SUFFIXES
 
+    quality = settings.quality
+    short_side = settings.short_side
     if shards < 0 or short_side < 0 or not 1 <= quality <= 100:
         raise ConfigError(
             "shards and short_side must be at least 0 and quality in [1, 100], "
             f"got {shards}, {short_side} and {quality}"
         )
-    if seekable and (why := kernel.why_no_kernel()):
+    if settings.seekable and (why := kernel.why_no_kernel()):
         raise ConfigError(
             f"seekable JPEGs need the compiled extension, which is not used here: {why}"
         )
-    suffix = Path(split_address(dst)[1]).suffix
-    if suffix not in WRITTEN_SUFFIXES:
+    if quality != _QUALITY and not short_side:
+        raise ConfigError(
+            f"quality={quality} has no effect without short_side, which makes new JPEGs"
+        )
+    if settings.exif and not settings.sizes and not short_side:
+        raise ConfigError("exif has no effect without sizes, which it measures")
+    if settings.suffix not in WRITTEN_SUFFIXES:
         raise StoreError(
             f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
         )
@@ -239,86 +289,21 @@ def _check_arguments(
     check_lasting(dst, "the destination")
 
 
-def _column_types(store: Store, short_side: int) -> dict[str, str]:
-    """Return the columns of a store with the types of the writers."""
-    from raypipe.commands.ordered_samples import CHUNK
-
-    # the numbers of rows are not kept
-    has_names = getattr(store, "has_names", True)
-    names = [name for name in store.schema.names if name != NAME or has_names]
-    first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
-    return column_types(_with_later(store, first), store.address, short_side)
-
-
-def _destination(dst: str, overwrite: bool) -> contextlib.AbstractContextManager[Path]:
-    """Context manager: the path to write to; at its end this becomes the new store, whole or not at all."""
+@contextlib.contextmanager
+def _destination(dst: str, overwrite: bool) -> Iterator[tuple[str, list[Any]]]:
+    """Context manager: where shards are written, and a list of them, which become the new store, or none does."""
     from raypipe.stores.destination import new_path, new_remote
 
     if is_remote(dst):
-        return new_remote(dst, overwrite)
-    return new_path(Path(open_filesystem(dst)[1]), overwrite)
-
-
-def _shard_files(partial: Path, dst: str, num_shards: int) -> list[Path]:
-    """Return the files to write: one, or those of a new folder."""
-    if num_shards == 1:
-        return [partial]
-    partial.mkdir()
-    suffix = Path(split_address(dst)[1]).suffix
-    return [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
-
-
-def _copy(store: Store, files: list[Path], settings: CopySettings) -> dict[str, int]:
-    """Copy a store into files, a task for each; return what `convert` does."""
-    from raypipe.commands.copies import write_shard
-    from raypipe.commands.tasks import run_tasks
-
-    bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
-    ranges = itertools.pairwise(bounds)
-    calls = [
-        (store, file, start, stop, settings)
-        for file, (start, stop) in zip(files, ranges, strict=True)
-    ]
-    counts = np.zeros(3, np.int64)
-    skipped = list[tuple[int, str]]()
-    for *chunk_counts, chunk_skipped in run_tasks(
-        "the copy", True, write_shard, calls, len(store)
-    ):
-        counts += chunk_counts
-        skipped += chunk_skipped
-    num_samples, num_without_size, num_bytes = counts.tolist()
-    if num_samples == len(skipped):
-        raise StoreError(
-            f"{store.address} has no readable sample; the first: {min(skipped)[1]}"
-        )
-    return {
-        "samples": num_samples - len(skipped),
-        "classes": len(settings.classes or store.classes or ()),
-        "bytes": num_bytes,
-        "skipped": len(skipped),
-        "without_size": num_without_size,
-    }
-
-
-def _with_later(store: Store, first: Columns) -> dict[str, Any]:
-    """Return the first values of columns, and what decides a type later: a value, or None among integers."""
-    columns = dict(first)
-    for field in store.schema:
-        name = field.name
-        if name in ("image", "label", NAME):
-            continue
-        kinds = set(map(type, first[name]))
-        has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)
-        may_lack_one = pa.types.is_integer(field.type) or pa.types.is_boolean(
-            field.type
-        )
-        if has_no_value or (may_lack_one and field.nullable and NoneType not in kinds):
-            later = (
-                value for chunk in scan(store, (name,), "") for value in chunk[name]
-            )
-            decisive = (value for value in later if (value is None) != has_no_value)
-            columns[name] = [*first[name], *itertools.islice(decisive, 1)]
-    return columns
+        with new_remote(dst, overwrite) as shards:
+            yield dst, shards
+        return
+    with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
+        partial.mkdir()
+        names: list[str] = []
+        yield str(partial), names
+        for number, name in enumerate(names):
+            (partial / name).rename(partial / f"{number:05d}{partial.suffix}")
 
 
 def _opened(
@@ -351,19 +336,3 @@ def _is_dataset(src: object) -> bool:
     return "ray.data" in sys.modules and isinstance(
         src, sys.modules["ray.data"].Dataset
     )
-
-
-def _num_shards(store: Store, shards: int) -> int:
-    """Return the number of shards: as many as are asked for, or of 1 GiB each, and enough to use all CPUs."""
-    from raypipe.commands.tasks import count_cpus
-
-    if shards:
-        return min(len(store), shards)
-    # A local destination is on this node, and files to upload are written here first: no other node writes.
-    num_cpus = count_cpus("the copy", here=True)
-    sample = np.linspace(0, len(store) - 1, min(64, len(store))).astype(int)
-    images = store.read(sample, ("image",))["image"]
-    total = sum(len(image or b"") for image in images) / len(sample) * len(store)
-    by_size = int(np.ceil(total / _SHARD_BYTES))
-    by_cpus = min(num_cpus, len(store) // 1000)
-    return min(len(store), max(1, by_size, by_cpus))

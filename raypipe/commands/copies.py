@@ -1,33 +1,43 @@
-"""The copy of a shard: its images made smaller or seekable and measured, written, and read back."""
+"""The copy of samples: made smaller or seekable and measured, written as a shard, and read back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe import kernel
-from raypipe.commands.ordered_samples import CHUNK
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.kernel import is_seekable
+from raypipe.storage.files import RemoteFile
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_store
-from raypipe.stores.base import Store, is_class
+from raypipe.stores.base import ColumnValues, Store
+from raypipe.stores.destination import put_shard
 from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import Fingerprint, RecordLayout
 from raypipe.stores.scan import SIZE_COLUMNS
-from raypipe.stores.writers import open_writer
+from raypipe.stores.writers import FileWriter, open_writer
 from raypipe.transform.decode.array import header_size
 from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.decode.rgb import decode, encode_jpeg, resize_short_side
 
 NO_SIZE = {"width": -1, "height": -1}
 
-ChunkReport = tuple[int, int, int, list[tuple[int, str]]]
-"""What a task has done: how many samples, how many of those written have no known size, bytes of images; and the
-indices skipped, each with its reason."""
+CHUNK = 64
+"""Samples per read: a few MB of JPEGs."""
+
+# A shard is small enough to be copied and cached as one object, and large enough to be few.
+SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,12 @@ class CopySettings:
     """Settings of a copy of samples.
 
     Attributes:
-        sizes, short_side, quality, exif, seekable, on_bad_sample, classes: see `raypipe.convert`.
+        sizes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
+        source: where the samples come from, for errors.
+        dst: a URI, or the local folder of the new shards.
+        suffix: suffix of the shards.
+        classes: class names by label.
+        numbers: the number among `classes` of each label of the source; None = the same.
         columns: all columns of the copy, with their types.
         sized: which of SIZE_COLUMNS are made from the images, and not read.
     """
@@ -46,9 +61,22 @@ class CopySettings:
     exif: bool = False
     seekable: bool = False
     on_bad_sample: str = "raise"
+    source: str = ""
+    dst: str = ""
+    suffix: str = ""
     classes: tuple[str, ...] | None = None
+    numbers: Sequence[int] | None = None
     columns: dict[str, str] = field(default_factory=dict)
     sized: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def layout(self) -> RecordLayout:
+        """Layout of the records."""
+        return RecordLayout(self.columns)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a layout cannot be pickled
+        return {name: value for name, value in vars(self).items() if name != "layout"}
 
     def of_columns(self, columns: dict[str, str]) -> CopySettings:
         """Return the settings for a source of these columns, to which those of sizes are added."""
@@ -61,46 +89,164 @@ class CopySettings:
         return replace(self, columns=written, sized=sized)
 
 
+class Made(NamedTuple):
+    """A sample as it is written.
+
+    Attributes:
+        record: see `raypipe.stores.record`.
+        num_bytes: size of its image.
+        has_size: whether the size of its image is known.
+        error: why there is no record.
+        is_bad: whether the error is the sample's, and it may be skipped.
+    """
+
+    record: bytes = b""
+    num_bytes: int = 0
+    has_size: bool = False
+    error: str = ""
+    is_bad: bool = False
+
+
+class Report(NamedTuple):
+    """A part of a task's work.
+
+    Attributes:
+        samples: how many it has looked at.
+        without_size: how many of those written have no known size.
+        num_bytes: bytes of images written.
+        skipped: indices of the others, each with its reason.
+        shard: the number and the file of a finished shard.
+    """
+
+    samples: int = 0
+    without_size: int = 0
+    num_bytes: int = 0
+    skipped: tuple[tuple[int, str], ...] = ()
+    shard: tuple[int, str | RemoteFile] | None = None
+
+
 def write_shard(
-    store: Store, file: Path, start: int, stop: int, settings: CopySettings
-) -> Iterator[ChunkReport]:
-    """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
+    rows: Iterable[Made], first: int, number: int, settings: CopySettings
+) -> Iterator[Report]:
+    """A task: writes samples as a shard, yields what it did with each chunk, reads all back, and yields the shard.
+
+    Args:
+        first: index of the first sample.
+        number: the shard's.
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
         StoreError: the shard differs from its samples when it is read back.
     """
     columns = settings.columns
-    read = {name: kind for name, kind in columns.items() if name not in settings.sized}
-    numbers = None
-    if settings.classes is not None:
-        numbers = class_numbers(store, settings.classes)
-    with open_writer(file, columns, settings.classes or store.classes) as writer:
-        for first, samples in _chunks(store, read, start, stop):
-            num_without_size = 0
-            num_bytes = 0
-            skipped = []
-            for index, sample in enumerate(samples, first):
-                try:
-                    size = make_image(sample, settings)
-                except SampleError as error:
-                    if settings.on_bad_sample == "raise":
-                        raise SampleError(
-                            f"{store.address}: sample {index}: {error}. Exclude such samples with "
-                            "--on-bad-sample skip"
-                        ) from None
-                    skipped.append((index, f"sample {index}: {error}"))
-                    continue
-                if numbers is not None:
-                    sample["label"] = _label_in(numbers, sample["label"])
-                num_without_size += size == NO_SIZE
-                writer.append(sample)
-                num_bytes += len(sample["image"])
-            yield len(samples), num_without_size, num_bytes, skipped
-    if shard_fingerprint(file, columns) != writer.fingerprint:
+    num_written = 0
+    with _folder(settings.dst) as folder:
+        file = folder / f"{number:05d}{settings.suffix}"
+        # a task that died may have left it
+        file.unlink(missing_ok=True)
+        with open_writer(file, columns, settings.classes) as writer:
+            every = iter(rows)
+            start = first
+            while chunk := list(itertools.islice(every, CHUNK)):
+                report = _append(writer, chunk, start, settings)
+                num_written += report.samples - len(report.skipped)
+                start += len(chunk)
+                yield report
+        if not num_written:
+            file.unlink()
+            return
+        if shard_fingerprint(file, columns) != writer.fingerprint:
+            raise StoreError(
+                f"{file} does not read back as it was written: check the disk, and try again"
+            )
+        if is_remote(settings.dst):
+            yield Report(shard=(number, put_shard(file, settings.dst, number)))
+        else:
+            yield Report(shard=(number, file.name))
+
+
+@contextlib.contextmanager
+def _folder(dst: str) -> Iterator[Path]:
+    """Context manager: the folder that shards are written to, a temporary one before an upload."""
+    if not is_remote(dst):
+        yield Path(dst)
+        return
+    cache = make_cache_folder()
+    with tempfile.TemporaryDirectory(dir=cache, prefix="convert-") as folder:
+        yield Path(folder)
+
+
+def _append(
+    writer: FileWriter, chunk: list[Made], first: int, settings: CopySettings
+) -> Report:
+    """Write samples that have no error; raise the error of any other that is not skipped."""
+    skipped = []
+    for index, row in enumerate(chunk, first):
+        if not row.error:
+            writer.append_record(row.record)
+        elif row.is_bad and settings.on_bad_sample == "skip":
+            skipped.append((index, f"sample {index}: {row.error}"))
+        elif row.is_bad:
+            raise SampleError(
+                f"{settings.source}: sample {index}: {row.error}. Exclude such samples with "
+                "--on-bad-sample skip"
+            )
+        else:
+            raise StoreError(f"{settings.source}: sample {index}: {row.error}")
+    return Report(
+        len(chunk),
+        sum(not row.error and not row.has_size for row in chunk),
+        sum(row.num_bytes for row in chunk),
+        tuple(skipped),
+    )
+
+
+def make(sample: ColumnValues, settings: CopySettings) -> Made:
+    """Return a sample as it is written."""
+    try:
+        whole = with_encoded_image(sample)
+        size = make_image(whole, settings)
+        whole = plain(whole, settings.columns)
+        if settings.numbers is not None:
+            whole["label"] = _label_in(settings.numbers, whole.get("label"))
+        record = settings.layout.pack(whole)
+    except SampleError as error:
+        return Made(error=str(error), is_bad=True)
+    except StoreError as error:
+        return Made(error=str(error))
+    return Made(record, len(whole["image"]), size != NO_SIZE)
+
+
+def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
+    """Return a sample with encoded bytes, or None, for its image."""
+    if not isinstance(sample, Mapping) or "image" not in sample:
         raise StoreError(
-            f"{file} does not read back as it was written: check the disk, and try again"
+            f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}"
         )
+    image = sample["image"]
+    if image is None or isinstance(image, bytes | bytearray | memoryview):
+        return {**sample, "image": None if image is None else bytes(image)}
+    import cv2
+
+    if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):
+        # Pillow's: a palette, alpha, CMYK
+        image = image.convert("RGB")
+    pixels = np.asarray(image)
+    if (
+        not pixels.size
+        or pixels.dtype != np.uint8
+        or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3)))
+    ):
+        raise StoreError(
+            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
+            "(H, W, 1) or (H, W)"
+        )
+    # OpenCV has blue first.
+    ok, png = cv2.imencode(
+        ".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels
+    )
+    assert ok
+    return {**sample, "image": png.tobytes()}
 
 
 def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]:
@@ -118,29 +264,45 @@ def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]
     return size
 
 
-def class_numbers(store: Store, classes: tuple[str, ...]) -> Sequence[int]:
-    """Return what each label of a store is among other classes; raise ConfigError if these cannot name them."""
+def class_numbers(
+    source: str,
+    are_classes: bool,
+    stored: Sequence[str] | None,
+    classes: tuple[str, ...],
+) -> Sequence[int]:
+    """Return what each label of a source is among other classes; raise ConfigError if these cannot name them.
+
+    Args:
+        are_classes: whether the source has labels, and they are integers.
+        stored: its own class names.
+    """
     reason = ""
     number_of = {name: number for number, name in enumerate(classes)}
-    lacking = [name for name in store.classes or () if name not in number_of]
-    if "label" not in store.schema.names or not is_class(store):
+    lacking = [name for name in stored or () if name not in number_of]
+    if not are_classes:
         reason = "has no integer labels to name: leave it out"
     elif lacking:
         reason = f"has the class {lacking[0]!r} too: add it"
     if reason:
-        raise ConfigError(f"classes={classes!r:.200}: {store.address} {reason}")
-    if not store.classes:
+        raise ConfigError(f"classes={classes!r:.200}: {source} {reason}")
+    if not stored:
         return range(len(classes))
-    return [number_of[name] for name in store.classes]
+    return [number_of[name] for name in stored]
 
 
-def _label_in(numbers: Sequence[int], label: int) -> int:
+def _label_in(numbers: Sequence[int], label: int | None) -> int:
     """Return the label that a sample has among other classes; raise StoreError if it is none of them."""
-    if not 0 <= label < len(numbers):
+    if label is None or not 0 <= label < len(numbers):
         raise StoreError(
             f"a sample has the label {label}, and classes names {len(numbers)}: name all of them"
         )
     return numbers[label]
+
+
+def num_shards(num_samples: int, num_bytes: int, num_cpus: int) -> int:
+    """Return the number of shards: of 1 GiB each, and enough to use all CPUs."""
+    by_size = math.ceil(num_bytes / SHARD_BYTES)
+    return max(1, by_size, min(num_cpus, num_samples // 1000))
 
 
 def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:
@@ -148,24 +310,21 @@ def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:
     store = open_store(file)
     layout = RecordLayout(columns)
     digest = Fingerprint(columns, store.classes)
-    for _, samples in _chunks(store, columns, 0, len(store)):
-        for sample in samples:
-            digest.add(layout.pack(sample))
+    for sample in samples_in(store, columns, 0, len(store)):
+        digest.add(layout.pack(plain(sample, columns)))
     store.close()
     return digest.hexdigest()
 
 
-def _chunks(
-    store: Store, columns: Mapping[str, str], start: int, stop: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield samples, as writers take them, with the index of the first."""
-    for first in range(start, stop, CHUNK):
-        rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
-        every = (
-            dict(zip(rows, values, strict=True))
-            for values in zip(*rows.values(), strict=True)
-        )
-        yield first, [plain(sample, columns) for sample in every]
+def samples_in(
+    store: Store, columns: Iterable[str], first: int, stop: int
+) -> Iterator[dict[str, Any]]:
+    """Yield samples first … stop - 1 of a store."""
+    for start in range(first, stop, CHUNK):
+        rows = store.read(np.arange(start, min(stop, start + CHUNK)), tuple(columns))
+        names = list(rows)
+        for values in zip(*rows.values(), strict=True):
+            yield dict(zip(names, values, strict=True))
 
 
 def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:

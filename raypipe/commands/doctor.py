@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.packages import DISTRIBUTION
-from raypipe.printing import printable
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
@@ -52,7 +51,7 @@ def doctor(*, ray: bool = True) -> dict[str, Any]:
 def print_checks(result: dict[str, Any]) -> None:
     """Print the result of `doctor`, a line for each check and one for each remedy."""
     for check in result["checks"]:
-        print(f"{check['status']:4} {check['name']:10} {printable(check['found'])}")
+        print(f"{check['status']:4} {check['name']:10} {check['found']}")
         if check["fix"]:
             print(f"{'':16}→ {check['fix']}")
 

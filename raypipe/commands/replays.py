@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.printing import print_rows, print_table, printable
+from raypipe.printing import print_rows, print_table
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
+    from raypipe.history.recorded import RecordedRun
     from raypipe.history.replay import Replay
     from raypipe.plan.places import MicroBatchId
 
@@ -24,6 +25,7 @@ _MAX_ROWS = 4096
 _COLUMNS = ("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
 _MAX_NUMBERS = 8  # an operation shows these
 _SEED_LETTERS = 8  # the table shows these of 32
+_STEPS = re.compile(r"(\d{1,15})(?:\.\.(\d{1,15}))?", re.ASCII)
 
 
 def replay_steps(
@@ -69,17 +71,27 @@ def replay_steps(
         anyway: make pixels of stores whose contents have changed since the run.
         trust_run_code: open the folder although another user owns it, and run the code that it names.
     """
+    from raypipe.history.compared import compare_runs
     from raypipe.history.recorded import given_of, open_run
     from raypipe.history.replay import Replay
 
-    given = given_of(train, val, train_transform, val_transform, augment)
+    given = given_of(
+        train=train,
+        val=val,
+        train_transform=train_transform,
+        val_transform=val_transform,
+        augment=augment,
+    )
     run = open_run(folder, trust_run_code=trust_run_code, **given)
     replay = Replay(run, anyway)
-    if compare:
-        other = open_run(compare, trust_run_code=trust_run_code, **given)
-        return _compared(replay, Replay(other, anyway))
-    places = _places(replay, step, epoch, rank, micro)
     result: dict[str, Any] = {"run_dir": folder, "differences": replay.differences}
+    if compare:
+        opened = open_run(compare, trust_run_code=trust_run_code, **given)
+        other = Replay(opened, anyway)
+        result |= {"run_dir": run.address, "with": opened.address}
+        result["differences"] = replay.differences + other.differences
+        return result | compare_runs(replay, other)
+    places = _places(run, step, epoch, rank, micro)
     result["micro_batches"] = len(places)
     if output.endswith(".jsonl"):
         return result | _written(replay, places, output)
@@ -96,50 +108,36 @@ def replay_steps(
 
 
 def _places(
-    replay: Replay, step: str, epoch: int | None, rank: int | None, micro: int | None
+    run: RecordedRun, step: str, epoch: int | None, rank: int | None, micro: int | None
 ) -> list[MicroBatchId]:
     """The micro-batches that the options name."""
-    from raypipe.history.recorded import place_of
-
-    run = replay.run
     if "-e" in step:
-        return [run.check_place(place_of(step))]
+        return [run.place_of(step)]
     if not step and epoch is None:
         raise ConfigError(
             f"name a step, --step N, from 1 to {run.num_steps:,}, or --epoch E"
         )
-    of_epoch = range(1, run.num_steps + 1) if epoch is None else run.steps_in(epoch)
+    steps = range(1, run.num_steps + 1) if epoch is None else run.steps_in(epoch)
     if step:
-        first, last = _bounds(step)
-        numbers = range(of_epoch.start + first - 1, of_epoch.start + last)
-        if epoch is not None and last > len(of_epoch):
+        match = _STEPS.fullmatch(re.sub("[,_]", "", step))
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first:
             raise ConfigError(
-                f"epoch {epoch} has the steps 1 to {len(of_epoch):,}, and no step {last:,}"
+                f"--step must be a step, N, or several, FIRST..LAST, got {step!r}"
             )
-    else:
-        numbers = of_epoch
-    for number in (numbers.start, numbers.stop - 1):
-        run.check_step(number)
-    if len(numbers) > 1:
-        shown = [number for number in numbers if not run.is_skipped(number)]
-    else:
-        shown = list(numbers)
+        if epoch is not None and last > len(steps):
+            raise ConfigError(
+                f"epoch {epoch} has the steps 1 to {len(steps):,}, and no step {last:,}"
+            )
+        steps = range(steps.start + first - 1, steps.start + last)
+    run.check_step(steps[0])
+    run.check_step(steps[-1])
     return [
-        place for number in shown for place in run.micro_batches(number, rank, micro)
+        place
+        for number in steps
+        if len(steps) == 1 or not run.is_skipped(number)
+        for place in run.micro_batches(number, rank, micro)
     ]
-
-
-def _bounds(step: str) -> tuple[int, int]:
-    """The first and the last step of `N` or `N..M`."""
-    first, dots, last = step.replace(",", "").replace("_", "").partition("..")
-    if not first.isdecimal() or (dots and not last.isdecimal()):
-        raise ConfigError(
-            f"--step must be a step, N, or several, FIRST..LAST, got {step!r}"
-        )
-    bounds = int(first), int(last) if dots else int(first)
-    if bounds[1] < bounds[0]:
-        raise ConfigError(f"--step {step} ends before it begins")
-    return bounds
 
 
 def _written(replay: Replay, places: list[MicroBatchId], output: str) -> dict[str, Any]:
@@ -147,18 +145,13 @@ def _written(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     num_rows = 0
     try:
         with Path(output).open("w") as file:
-            for line in _lines(replay, places):
-                file.write(line)
-                num_rows += 1
+            for place in places:
+                rows = replay.samples_of(place)
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                num_rows += len(rows)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"rows": num_rows, "output": output}
-
-
-def _lines(replay: Replay, places: list[MicroBatchId]) -> Iterator[str]:
-    for place in places:
-        for row in replay.samples_of(place):
-            yield json.dumps(row) + "\n"
 
 
 def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[str, Any]:
@@ -167,17 +160,24 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
         raise ConfigError(
             f"--output must be a .png or a .jsonl in an existing folder, got {output}"
         )
+    groups: list[list[Tile]] = []
+    names: list[str] = []
     try:
-        groups, names = _groups(replay, places)
+        for place in places:
+            room = _MAX_PICTURES - len(groups)
+            if room:
+                tiles, names = _tiles(replay, place, room)
+                groups += tiles
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
     from raypipe.commands.picture import draw_sheet
 
-    title = f"{replay.run.address}: {_titled(replay, places[0])}"
-    if len(places) > 1:
-        title += f" to {_titled(replay, places[-1])}"
-    per_line = max(1, _TILES_A_LINE // len(names))
-    picture = draw_sheet(groups, title, names, per_line)
+    titles = [
+        f"step {replay.run.step_of(place)}, {place}"
+        for place in (places[0], places[-1])
+    ]
+    title = f"{replay.run.address}: {' to '.join(dict.fromkeys(titles))}"
+    picture = draw_sheet(groups, title, names, max(1, _TILES_A_LINE // len(names)))
     try:
         picture.save(output, optimize=True)
     except OSError as error:
@@ -185,107 +185,73 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     return {"output": output, "pictured": len(groups)}
 
 
-def _titled(replay: Replay, place: MicroBatchId) -> str:
-    """The place of a micro-batch for a title, with its name in logs."""
-    if place.split == "val":
-        return str(place)
-    return f"step {replay.run.step_of(place)}, micro-batch {place.micro} ({place})"
-
-
-def _groups(
-    replay: Replay, places: list[MicroBatchId]
+def _tiles(
+    replay: Replay, place: MicroBatchId, room: int
 ) -> tuple[list[list[Tile]], list[str]]:
-    """The tiles of each sample, and their names."""
+    """The tiles of each sample of a micro-batch, above its place, its numbers and its partner; and their names."""
     from raypipe.commands.preview_tiles import Preview
     from raypipe.config import AugmentConfig
 
-    groups: list[list[Tile]] = []
-    names: list[str] = []
-    previews: dict[int, Preview] = {}
-    for place in places:
-        room = _MAX_PICTURES - len(groups)
-        if not room:
-            break
-        stream = replay.run.stream_of(place)
-        batch = replay.on_cpu(place)
-        if id(stream) not in previews:
-            augment = stream.augment or AugmentConfig()
-            previews[id(stream)] = Preview(stream.spec, augment)
-        tiles, names = previews[id(stream)].of_micro_batch(batch, room)
-        if stream.augment is None and "augmented" in names:
-            # the model saw what the CPU made
-            tiles = [group[:1] for group in tiles]
-            names = names[:1]
-        for row, group in zip(replay.samples_of(place), tiles, strict=False):
-            groups.append(_captioned(row, group))
+    stream = replay.run.start_at(place).stream
+    preview = Preview(stream.spec, stream.augment or AugmentConfig())
+    tiles, names = preview.of_micro_batch(replay.on_cpu(place), room)
+    groups = []
+    for row, group in zip(replay.samples_of(place), tiles, strict=False):
+        label = row["label"] if row["class"] is None else row["class"]
+        shown = "" if label is None else f": {label}"
+        first = (f"step {row['step']}, sample {row['index']}{shown}", *row["drawn"])
+        last = [*filter(None, [row["mixed"]]), *row["augmented"]]
+        group[0] = changed(group[0], lines=tuple(map(_line, first)))
+        if len(group) > 1:
+            lines = (*group[-1].lines, *map(_line, last))
+            group[-1] = changed(group[-1], lines=lines)
+        groups.append(group)
+    if stream.augment is None and "augmented" in names:
+        # the model saw what the CPU made
+        return [group[:1] for group in groups], names[:1]
     return groups, names
 
 
-def _captioned(row: dict[str, Any], group: list[Tile]) -> list[Tile]:
-    """The tiles of a sample, above its place, its drawn numbers and its partner."""
-    label = row["class"] if row["class"] is not None else row["label"]
-    shown = "" if label is None else f": {label}"
-    drawn = map(_operation, row["drawn"])
-    first = (f"step {row['step']}, sample {row['index']}{shown}", *drawn)
-    last = group[-1].lines
-    if row["mixed"]:
-        last = (*last, _mix(row["mixed"]))
-    last = (*last, *map(_operation, row["augmented"]))
-    tiles = [changed(group[0], lines=first), *group[1:]]
-    if len(tiles) > 1:
-        tiles[-1] = changed(tiles[-1], lines=last)
-    return tiles
-
-
-def _operation(entry: dict[str, Any]) -> str:
-    """An operation and its numbers on one line."""
-    named = {name: value for name, value in entry.items() if name not in ("op", "view")}
-    numbers = " ".join(
-        (_numbers(value) if name == "numbers" else f"{name} {_numbers(value)}")
-        for name, value in named.items()
-    )
-    return " ".join(filter(None, [entry.get("view", ""), entry["op"], numbers]))
+def _line(entry: Any) -> str:
+    """A text, or an operation or a partner with its numbers, on one line."""
+    if isinstance(entry, str):
+        return entry
+    texts = [entry.get("view", ""), entry.get("op", "mixed with")]
+    for name, value in entry.items():
+        if name not in ("op", "view") and value is not None:
+            texts.append(
+                _numbers(value) if name == "numbers" else f"{name} {_numbers(value)}"
+            )
+    return " ".join(filter(None, texts))
 
 
 def _numbers(value: Any) -> str:
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         return f"{value:.4g}"
     shown = " ".join(map(_numbers, value[:_MAX_NUMBERS]))
     return shown + (" …" if len(value) > _MAX_NUMBERS else "")
 
 
-def _mix(mix: dict[str, Any]) -> str:
-    box = f", box {_numbers(list(mix['box']))}" if mix["box"] else ""
-    return f"mixed with row {mix['partner']} (sample {mix['sample']}), share {mix['share']:.2f}{box}"
-
-
-def _compared(first: Replay, second: Replay) -> dict[str, Any]:
-    from raypipe.history.compared import compare_runs
-
-    found = compare_runs(first, second)
-    return {
-        "run_dir": first.run.address,
-        "with": second.run.address,
-        "differences": [*first.differences, *second.differences],
-        **found,
-    }
-
-
 def print_replay(result: dict[str, Any]) -> None:
     """Print a table of samples, or where two runs part."""
     for sentence in result["differences"]:
-        print(printable(f"changed: {sentence}"))
-    if "with" in result:
-        _print_compared(result)
-        return
+        print(f"changed: {sentence}")
+    heading = result["run_dir"]
+    names = ["micro_batches", "rows", "no_picture", "pictured", "output"]
     if "samples" in result:
-        rows = [_cells(row) for row in result["samples"]]
-        print_rows(list(_COLUMNS), rows)
-    if result.get("no_picture"):
-        print(printable(f"no picture: {result['no_picture']}"))
-    names = ("micro_batches", "rows", "pictured", "output")
-    shown = {name: result[name] for name in names if result.get(name) is not None}
-    print_table(result["run_dir"], shown)
+        cells = [_cells(row) for row in result["samples"]]
+        print_rows(list(_COLUMNS), cells)
+    if "with" in result:
+        heading += f" and {result['with']}"
+        names = ["equal", "settings", "order", "compared_steps", "pixels", "made_steps"]
+        names += ["loss", "unknown"]
+        settings = result["settings"].items()
+        made = ", ".join(map(str, result["made_steps"]))
+        pairs = {name: tuple(pair) for name, pair in settings}
+        result = result | {"settings": pairs, "made_steps": made}
+    rows = {name: result.get(name) for name in names}
+    shown = {name: rows[name] for name in names if rows[name] not in (None, "", {})}
+    print_table(heading, shown)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -293,34 +259,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
     label = "" if row["label"] is None else str(row["label"])
     if row["class"] not in (None, label):
         label = f"{label} {row['class']}"
-    drawn = [*map(_operation, row["drawn"]), *map(_operation, row["augmented"])]
-    if row["mixed"]:
-        drawn.append(_mix(row["mixed"]))
+    drawn = [*row["drawn"], *row["augmented"], *filter(None, [row["mixed"]])]
     if row["bad"]:
         drawn.insert(0, f"stands in for a bad sample ({row['bad']})")
     texts = {
         "label": label,
         "weight": f"{row['weight']:g}",
         "seed": row["seed"][:_SEED_LETTERS],
-        "drawn": "; ".join(drawn),
+        "drawn": "; ".join(map(_line, drawn)),
     }
     return [texts.get(name, str(row[name])) for name in _COLUMNS]
-
-
-def _print_compared(result: dict[str, Any]) -> None:
-    for name, (one, other) in result["settings"].items():
-        print(printable(f"{name}: {one} and {other}"))
-    if result["order"] is not None:
-        print(f"samples: they part at step {result['order']:,}")
-    else:
-        print(f"samples: the same for {result['compared_steps']:,} steps")
-    made = result["made_steps"]
-    if result["unknown"]:
-        print(printable(f"pixels: not compared: {result['unknown']}"))
-    elif result["pixels"] is not None:
-        print(f"pixels: other ones at step {result['pixels']:,}")
-    elif made:
-        numbers = ", ".join(f"{number:,}" for number in made)
-        print(f"pixels: the same at the steps {numbers}")
-    if result["loss"] is not None:
-        print(f"loss: the records differ from step {result['loss']:,} on")

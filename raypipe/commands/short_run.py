@@ -83,18 +83,16 @@ class ShortRun:
     def _wait_for_a_record(self) -> None:
         """Wait until the training has a record, or has ended."""
         look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
-        while not (self._ended.is_set() or self._trained()):
+        while not (self._ended.is_set() or self._has_trained()):
             self._ended.wait(look_s)
 
-    def _trained(self) -> list[dict[str, Any]]:
-        """The records of the training so far, with those of its starts."""
+    def _has_trained(self) -> bool:
+        """Return whether the training has a record."""
         try:
             records = read_records(self.uri)
         except RaypipeError:
-            return []
-        trained = [record for record in records if record["kind"] == "train"]
-        starts = [record for record in records if record["kind"] == "start"]
-        return [*starts[-1:], *trained] if trained else []
+            return False
+        return any(record["kind"] == "train" for record in records)
 
     def _remove(self) -> None:
         filesystem, path = open_filesystem(self.uri)

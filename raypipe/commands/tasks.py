@@ -31,9 +31,11 @@ def run_tasks(
     here: bool,
     function: Callable[..., Iterator[tuple[Any, ...]]],
     calls: Iterable[tuple[Any, ...]],
-    total: int,
+    total: int | None,
+    num_most: int = 0,
+    retries: int = 0,
 ) -> Iterator[Any]:
-    """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU, tried once.
+    """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU.
 
     On an error, on Ctrl-C, or when it is closed, this generator ends after its tasks have ended, so no task works
     while its work is being undone.
@@ -43,12 +45,13 @@ def run_tasks(
         here: only on this node, for tasks on local files, which other nodes may not have; else on any.
         function: yields parts of its work, every few seconds at least; each begins with its number of samples.
         calls: the arguments of each task.
-        total: samples in all.
+        total: samples in all; None = unknown.
+        num_most: so many tasks wait or run at a time, and only their calls are taken; 0 = all.
+        retries: how often a task is tried again whose process died.
 
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
     """
-    _wait_for_cpu(work, here)
     strategy: Any = "SPREAD"
     if here:
         own_node = ray.get_runtime_context().get_node_id()
@@ -57,13 +60,14 @@ def run_tasks(
         )
     options = {
         "num_cpus": 1,
-        "max_retries": 0,
+        "max_retries": retries,
         "scheduling_strategy": strategy,
         "num_returns": "streaming",
     }
     task = ray.remote(**options)(_while_wanted)
     pending: list[Any] = []
     has_begun = False
+    calls = iter(calls)
     begin = Wait(_BEGIN_S)
     # A file tells tasks to stop: ray.cancel of Ray 2.60 aborts this process at times, where a task is being
     # dispatched meanwhile ("Check failed: Tried to complete task that was not pending").
@@ -73,19 +77,23 @@ def run_tasks(
             Progress(console=Console(stderr=True), transient=True) as bar,
         ):
             shown = bar.add_task(work, total=total)
-            for arguments in calls:
-                # Other nodes do not have the file, so a task there works to its end.
-                pending.append(
-                    task.remote(
-                        Path(marker.name if here else "/"), function, *arguments
-                    )
-                )
-            while pending:
+            # Other nodes do not have the file, so a task there works to its end.
+            path = Path(marker.name if here else "/")
+            while True:
+                has_room = not num_most or len(pending) < num_most
+                arguments = next(calls, None) if has_room else None
+                if arguments is not None:
+                    pending.append(task.remote(path, function, *arguments))
+                elif not pending:
+                    break
                 ready: list[Any] = ray.wait(
-                    pending, num_returns=1, timeout=_LOOK_S, fetch_local=False
+                    pending,
+                    num_returns=1,
+                    timeout=_LOOK_S if arguments is None else 0,
+                    fetch_local=False,
                 )[0]
                 has_begun = has_begun or bool(ready)
-                if not has_begun and not _has_free_cpu(here):
+                if not (has_begun or arguments is not None or _has_free_cpu(here)):
                     begin.turn(_no_cpu(work, here))
                 for stream in ready:
                     try:
@@ -106,11 +114,19 @@ def run_tasks(
 
 
 def count_cpus(work: str, here: bool) -> int:
-    """Count the CPUs that the tasks may have, free or not.
+    """Count the CPUs that the tasks may have, once one of them is free.
 
     Raises:
-        ResourceError: they may have none.
+        ResourceError: they may have none, or other jobs keep all: Ray itself would wait forever, silently.
     """
+    num_cpus = _num_cpus(work, here)
+    wait = Wait(_SETTLE_S)
+    while not _has_free_cpu(here):
+        wait.turn(_no_cpu(work, here))
+    return num_cpus
+
+
+def _num_cpus(work: str, here: bool) -> int:
     num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
     if not num_cpus:
         raise ResourceError(
@@ -133,13 +149,6 @@ def _while_wanted(
         yield error
 
 
-def _wait_for_cpu(work: str, here: bool) -> None:
-    """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
-    wait = Wait(_SETTLE_S)
-    while not _has_free_cpu(here):
-        wait.turn(_no_cpu(work, here))
-
-
 def _has_free_cpu(here: bool) -> bool:
     own_nodes = {node["NodeID"] for node in _nodes(here)}
     return any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes)
@@ -147,7 +156,7 @@ def _has_free_cpu(here: bool) -> bool:
 
 def _no_cpu(work: str, here: bool) -> str:
     return (
-        f"1 CPU for {work}, since other jobs hold all {count_cpus(work, here)} of {_where(here)}. Wait for "
+        f"1 CPU for {work}, since other jobs hold all {_num_cpus(work, here)} of {_where(here)}. Wait for "
         "them, or stop them (`ray job list`)"
     )
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypipe.errors import ConfigError
-from raypipe.printing import print_rows, printable
+from raypipe.printing import print_rows
 
 if TYPE_CHECKING:
     from raypipe.history.drawn_at import SampleHistory
 
 _MAX_ROWS = 40
+_NUM_STEPS = 3  # the table shows these of a bad sample
 
 
 def when(
@@ -65,7 +65,9 @@ def when(
         raise ConfigError(
             "raypipe when needs one of: a sample, --bad for all bad ones, --flagged for what the loop has flagged"
         )
-    run = open_run(folder, trust_run_code=trust_run_code, **given_of(train, val))
+    run = open_run(
+        folder, trust_run_code=trust_run_code, **given_of(train=train, val=val)
+    )
     history = History(run)
     samples: list[SampleHistory] = []
     flags: list[dict[str, Any]] = []
@@ -81,7 +83,10 @@ def when(
         "to_step": run.num_steps,
         "differences": run.differences,
         "flags": flags if flagged else None,
-        "samples": [_plain(each) for each in samples],
+        "samples": [
+            {**vars(each), "draws": [draw._asdict() for draw in each.draws]}
+            for each in samples
+        ],
     }
 
 
@@ -92,87 +97,47 @@ def index_or_name(text: str) -> int | str:
     return int(text) if is_number else text
 
 
-def _plain(sample: SampleHistory) -> dict[str, Any]:
-    return {
-        "index": sample.index,
-        "name": sample.name,
-        "split": sample.split,
-        "error": sample.error,
-        "num_drawn": sample.num_drawn,
-        "num_to_come": sample.num_to_come,
-        "draws": [asdict(draw) for draw in sample.draws],
-    }
-
-
 def print_when(result: dict[str, Any]) -> None:
     """Print the result of `when`: the draws of a sample, or a line for each bad one."""
     print(f"{result['run_dir']}: step {result['step']:,} of {result['to_step']:,}")
     for sentence in result["differences"]:
-        print(printable(f"note: {sentence}"))
-    if result["flags"] is not None:
-        _print_flags(result["flags"])
-        return
+        print(f"note: {sentence}")
     samples = result["samples"]
-    if len(samples) == 1:
+    if result["flags"] is not None:
+        _print_named(["epoch", "step", "rank", "micro", "reason"], result["flags"])
+    elif len(samples) == 1:
         _print_draws(samples[0])
-        return
-    if not samples:
-        print("no bad samples")
-        return
-    header = ["index", "name", "store", "drawn", "to come", "steps", "error"]
-    rows = [
-        [
-            str(sample["index"]),
-            sample["name"],
-            sample["split"],
-            str(sample["num_drawn"]),
-            str(sample["num_to_come"]),
-            _some_steps(sample["draws"]),
-            sample["error"],
+    else:
+        names = ["index", "name", "split", "num_drawn", "num_to_come", "steps", "error"]
+        steps = [[draw["step"] for draw in sample["draws"]] for sample in samples]
+        rows = [
+            {**sample, "steps": " ".join(map(str, of_sample[:_NUM_STEPS]))}
+            for sample, of_sample in zip(samples, steps, strict=True)
         ]
-        for sample in samples
-    ]
-    print_rows(header, rows)
+        _print_named(names, rows)
 
 
-def _print_flags(flags: list[dict[str, Any]]) -> None:
-    if not flags:
-        print("nothing was flagged")
-        return
-    names = ["epoch", "step", "rank", "micro", "reason"]
-    rows = [[str(flag[name]) for name in names] for flag in flags]
-    print_rows(names, rows)
-
-
-def _some_steps(draws: list[dict[str, Any]]) -> str:
-    steps = [f"{draw['step']:,}" for draw in draws]
-    return " ".join(steps[:3]) + (" …" if len(steps) > 3 else "")
+def _print_named(names: list[str], rows: list[dict[str, Any]]) -> None:
+    """Print some values of each row by their names."""
+    if rows:
+        header = [name.removeprefix("num_").replace("_", " ") for name in names]
+        print_rows(header, [[str(row[name]) for name in names] for row in rows])
+    else:
+        print("none")
 
 
 def _print_draws(sample: dict[str, Any]) -> None:
     """Print a sample's draws, those around the run's place if there are many."""
-    title = f"sample {sample['index']}"
-    if sample["name"]:
-        title += f" ({sample['name']})"
-    if sample["error"]:
-        title += f", bad: {sample['error']}"
-    print(printable(title))
+    name = f" ({sample['name']})" if sample["name"] else ""
+    error = f", bad: {sample['error']}" if sample["error"] else ""
+    print(f"sample {sample['index']}{name}{error}")
     print(f"drawn {sample['num_drawn']} times, {sample['num_to_come']} to come")
     draws = sample["draws"]
     first = max(0, min(sample["num_drawn"] - _MAX_ROWS // 2, len(draws) - _MAX_ROWS))
     rows = [
-        [
-            str(draw["epoch"]),
-            f"{draw['step']:,}",
-            str(draw["rank"]),
-            str(draw["micro"]),
-            str(draw["row"]),
-            _state(draw),
-        ]
-        for draw in draws[first : first + _MAX_ROWS]
+        {**draw, "state": _state(draw)} for draw in draws[first : first + _MAX_ROWS]
     ]
-    if rows:
-        print_rows(["epoch", "step", "rank", "micro", "row", ""], rows)
+    _print_named(["epoch", "step", "rank", "micro", "row", "state"], rows)
     if len(draws) > len(rows):
         print(f"{len(draws) - len(rows)} more: --json has all")
 

@@ -45,8 +45,9 @@ None: it cannot be decoded. RuntimeError: one of them cannot, and the others mus
 
 # Pixels that are decoded in one call, at most, unless a single image has more: 384 MiB of RGB.
 _DECODED_PIXELS = 128 << 20
-# Pixels of the images that are resized together, each as large as the largest: 200 MB of float32.
-_RESIZED_PIXELS = 16 << 20
+# Pixels of the images that are resized together, each as large as the largest: 200 MB of float32. On a CPU only
+# small ones gain by it: at 32x32 pixels 66 us an image instead of 1,011.
+_RESIZED_PIXELS = {"cuda": 16 << 20, "cpu": 1 << 16}
 _MOST_THREADS = 8
 _RGB = 3  # torchvision's number of the mode
 _PROBE_LEVELS = 4.0
@@ -237,8 +238,7 @@ class DeviceDecoder:
         self, images: dict[int, torch.Tensor], maps: np.ndarray, out: torch.Tensor
     ) -> None:
         """Resize boxes of images, uint8 (3, h, w), into rows of uint8 (B, H, W, 3)."""
-        # CPUs compute each by itself, without padding
-        limit = _RESIZED_PIXELS if self.device.type == "cuda" else 0
+        limit = _RESIZED_PIXELS[self.device.type]
         for rows in _groups(
             {row: image[0].numel() for row, image in images.items()},
             limit,

@@ -36,11 +36,13 @@ class Mix:
         lam: share of a row's own target, in [0, 1]: a number for all rows, or, from a module of Kornia's,
             float32 (B,).
         is_cutmix: CutMix, else MixUp.
+        box: CutMix's box, see `MixPlan`; None = MixUp, or a module mixed.
     """
 
     target: torch.Tensor
     lam: float | torch.Tensor
     is_cutmix: bool
+    box: tuple[int, int, int, int] | None = None
 
 
 def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> None:
@@ -126,7 +128,7 @@ def mix(
         top, bottom, left, right = box
         region = image[:, :, top:bottom, left:right]
         region.copy_(region.index_select(0, partner))
-    return image, Mix(target.index_select(0, partner), lam, box is not None)
+    return image, Mix(target.index_select(0, partner), lam, box is not None, box)
 
 
 def partner_rows(counts: np.ndarray) -> np.ndarray:

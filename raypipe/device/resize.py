@@ -52,6 +52,8 @@ def resize_boxes(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tens
     axes = np.stack(
         [maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]
     ).astype(np.int64)
+    if _are_whole(axes) and not maps[:, TURNED].any():
+        return torch.stack(list(images)).permute(0, 2, 3, 1)
     lengths = axes[:, :, LENGTH]
     scale = 1
     fill = to_device(maps[0, FILL].astype(np.uint8), device).view(3, 1)
@@ -70,6 +72,14 @@ def resize_boxes(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tens
         scale = _BETWEEN
     pixels = pixels.div_(_BETWEEN).add_(0.5).floor_() + fill
     return pixels.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
+
+
+def _are_whole(axes: np.ndarray) -> bool:
+    """Return whether maps, by axis (2, n, …), have one resize, and leave all pixels where they are."""
+    side = axes[:, :, SIDE]
+    start = np.zeros_like(side)
+    resize = [axes[:, :, RESIZES + FILTER], side, start, start + 1, side]
+    return np.array_equal(axes, np.stack([side, start, side, *resize], axis=-1))
 
 
 def _spans(

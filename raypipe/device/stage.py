@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -63,8 +62,7 @@ class DeviceStage:
             for split, ending in endings.items()
         }
         self._train_dtype = self._dtypes.get("train", dtype or torch.float32)
-        of_train = normalization(augment, endings.get("train"))
-        self.config = of_train if augment else None
+        self.config = normalization(augment, endings.get("train")) if augment else None
         self._normalize = dict[Split, Normalize]()
         with pinned(self._device):
             for split, ending in endings.items():
@@ -94,12 +92,20 @@ class DeviceStage:
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""
         split = batch.position.split
-        if split not in self._seen:
+        ending = self._batches.endings.get(split)
+        makes_floats = batch.image.is_floating_point() and not self._batches.is_array
+        if makes_floats and ending and ending.is_own and ending.on_device:
+            raise ConfigError(
+                f"transform.{split} makes floats before its {ending.steps}, which raypipe does on the device, for "
+                "uint8 images: let the steps before make uint8, or give the pipeline as a function of an image, "
+                "whose floats are taken as they are"
+            )
+        if split not in self._seen and self._tells:
             if not self._seen:
                 self._describe()
-            self._seen.add(split)
-            self._check_first(batch)
-        ending = self._batches.endings.get(split)
+            if makes_floats and not (ending and ending.is_own):
+                self._warn_of_floats(split, bool(ending))
+        self._seen.add(split)
         is_augmented = self.config is not None and split == "train"
         is_recorded = self.augment is not None and self.augment.config.differentiable
         if ending and not is_augmented and not is_recorded:
@@ -111,44 +117,36 @@ class DeviceStage:
     def _finished(self, batch: Batch, ending: Ending) -> Batch:
         """Finish the images of a batch whose pipeline had an ending."""
         split = batch.position.split
-        with pinned(self._device):
-            finished = {
-                name: self._finished_image(image, ending, split)
-                for name, image in images_in(batch.fields).items()
-            }
-        return batch.with_fields(finished)
-
-    def _finished_image(
-        self, image: torch.Tensor, ending: Ending, split: Split
-    ) -> torch.Tensor:
         normalize = self._normalize.get(split)
-        if not image.is_floating_point():
-            assert normalize is not None, "the library makes floats"
-            return normalize(image)
-        _check_floats(ending, split)
-        if normalize is None or not ending.is_own:
-            return image.to(self._dtypes[split])
-        return normalize(image)
+        finished = {}
+        with pinned(self._device):
+            for name, image in images_in(batch.fields).items():
+                is_done = image.is_floating_point() and not ending.is_own
+                if normalize is None or is_done:
+                    finished[name] = image.to(self._dtypes[split])
+                else:
+                    finished[name] = normalize(image)
+        return batch.with_fields(finished)
 
     def _describe(self) -> None:
         """Say what is done with the images, and where."""
-        if self._tells:
-            for line in _described(self._batches.endings):
-                print_progress(_logger, line)
+        own = {
+            split: ending
+            for split, ending in self._batches.endings.items()
+            if ending.is_own
+        }
+        for split, ending in own.items():
+            print_progress(_logger, _line(ending, split))
+        if len({ending.described for ending in own.values()}) > 1:
+            print_progress(
+                _logger,
+                "transform.train and transform.val end differently, and so each split has images of its own kind",
+            )
 
-    def _check_first(self, batch: Batch) -> None:
-        """Check the dtype of a split's first images, and say where floats travel."""
-        if not batch.image.is_floating_point() or self._batches.is_array:
-            return
-        split = batch.position.split
-        ending = self._batches.endings.get(split)
-        _check_floats(ending, split)
-        if not self._tells or (ending and ending.is_own):
-            return
-        if self.augment and not ending:
+    def _warn_of_floats(self, split: Split, has_ending: bool) -> None:
+        applied = ""
+        if self.augment and not has_ending:
             applied = ", and augment.mean and augment.std apply to them"
-        else:
-            applied = ""
         _logger.warning(
             "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
             "bytes of uint8%s",
@@ -172,36 +170,10 @@ def _check_module(ending: Ending | None, augment: DeviceAugment) -> None:
         )
 
 
-def _check_floats(ending: Ending | None, split: str) -> None:
-    """Raise ConfigError for floats of a pipeline whose ending the device does, on uint8 images."""
-    if ending is not None and ending.is_own and ending.on_device:
-        raise ConfigError(
-            f"transform.{split} makes floats before its {ending.steps}, which raypipe does on the device, for "
-            "uint8 images: let the steps before make uint8, or give the pipeline as a function of an image, whose "
-            "floats are taken as they are"
-        )
-
-
-def _described(endings: Mapping[Split, Ending]) -> Iterator[str]:
-    """Lines that say what is done with each split's images, and where."""
-    lines = {
-        split: _line(ending, split)
-        for split, ending in endings.items()
-        if ending.is_own
-    }
-    every = list(endings.values())
-    if len(lines) == 2 and every[0] == every[1]:
-        yield _line(every[0], "train and val")
-    else:
-        yield from lines.values()
-    if len(lines) == 2 and every[0].described != every[1].described:
-        yield "transform.train and transform.val end differently, and so each split has images of its own kind"
-
-
-def _line(ending: Ending, splits: str) -> str:
+def _line(ending: Ending, split: Split) -> str:
     if ending.on_device:
-        return f"transform.{splits}: {ending.steps} ({ending.described}) is done on the device; uint8 travels"
+        return f"transform.{split}: {ending.steps} ({ending.described}) is done on the device; uint8 travels"
     return (
-        f"transform.{splits}: {ending.because}, so the CPU makes float32 images, four times the bytes of uint8: "
+        f"transform.{split}: {ending.because}, so the CPU makes float32 images, four times the bytes of uint8: "
         "the device does such steps if they end the pipeline, and those before make uint8 RGB"
     )

@@ -18,18 +18,17 @@ from raypipe.streaming.hashes import batch_hash
 _FREE = ("workers", "actors", "from_step", "to_step")
 # Draws that are compared at most, which takes some seconds.
 _MAX_DRAWS = 1 << 22
-# Steps whose draws are compared at once.
-_CHUNK = 256
+_CHUNK = 1 << 16  # draws that are compared at once
 # Steps whose pixels are compared: the first, and those at the begin of epochs.
 _MAX_MADE = 8
 
 
 class Steps(Protocol):
-    """A run and its batches by step and number: a `Replay`."""
+    """A run and the batches of its steps: a `Replay`."""
 
     run: RecordedRun
 
-    def __getitem__(self, key: tuple[int, int], /) -> Any: ...
+    def __getitem__(self, step: int, /) -> Any: ...
 
 
 def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
@@ -41,28 +40,36 @@ def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
         first step that was made and is not the same, None = none is; `made_steps`; `loss`: the first step at which
         their records have different losses; and `unknown`: why pixels could not be compared, empty = they were.
     """
-    steps = min(first.run.num_steps, second.run.num_steps)
     order, compared_steps = first_other_draws(first.run.plan, second.run.plan)
-    made = _steps_to_make(first.run, steps, order)
+    # until the order parts, else the first and those that begin epochs
+    num_steps = (
+        min(first.run.num_steps, second.run.num_steps) if order is None else order - 1
+    )
+    begins = range(1, num_steps + 1, max(1, first.run.plan.steps_per_epoch))
+    made = list(begins[:_MAX_MADE])
     pixels = None
     unknown = ""
     try:
-        pixels = _first_other_pixels(first, second, made)
+        pixels = next(
+            (step for step in made if _parts(first[step], second[step])), None
+        )
     except RaypipeError as error:
         made = []
         unknown = str(error)
     settings = other_settings(first.run.config, second.run.config)
-    differs = order is not None or pixels is not None
+    for name in _FREE:
+        settings.pop(name, None)
+    losses = _losses(first.run)
+    others = _losses(second.run)
+    parted = [step for step in losses.keys() & others if losses[step] != others[step]]
     return {
-        "equal": not differs,
-        "settings": {
-            name: pair for name, pair in settings.items() if name not in _FREE
-        },
+        "equal": order is None and pixels is None,
+        "settings": settings,
         "order": order,
         "compared_steps": compared_steps,
         "pixels": pixels,
         "made_steps": made,
-        "loss": _first_other_loss(first.run, second.run),
+        "loss": min(parted, default=None),
         "unknown": unknown,
     }
 
@@ -73,65 +80,32 @@ def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:
     Returns:
         The step, None = there is none among those compared; and how many steps were compared.
     """
-    per_step = one.global_batch_size
-    if per_step != other.global_batch_size:
-        return 1, 1
-    steps = min(one.steps_per_epoch, other.steps_per_epoch)
-    epochs = min(one.config.epochs, other.config.epochs)
+    num_steps = min(plan.config.epochs * plan.steps_per_epoch for plan in (one, other))
     if one.fingerprint == other.fingerprint:
-        return None, epochs * steps
-    compared = 0
-    for epoch in range(epochs):
-        for first in range(0, steps * per_step, _CHUNK * per_step):
-            last = min(first + _CHUNK * per_step, steps * per_step)
-            positions = np.arange(first, last)
-            differs = _differs(one, other, epoch, positions)
-            if differs.any():
-                step = compared + int(differs.argmax()) // per_step + 1
-                return step, step
-            compared += len(positions) // per_step
-            if compared * per_step >= _MAX_DRAWS:
-                return None, compared
-        if one.steps_per_epoch != other.steps_per_epoch:
-            # one begins an epoch here, and the other does not
-            return steps + 1, steps + 1
-    return None, compared
+        return None, num_steps
+    if one.global_batch_size != other.global_batch_size:
+        return 1, 1
+    per_step = one.global_batch_size
+    num_steps = min(num_steps, -(-_MAX_DRAWS // per_step))
+    for first in range(0, num_steps * per_step, _CHUNK):
+        positions = np.arange(first, min(first + _CHUNK, num_steps * per_step))
+        drawn = (_drawn(plan, positions) for plan in (one, other))
+        if (differs := np.not_equal(*drawn).any(axis=1)).any():
+            step = (first + int(differs.argmax())) // per_step + 1
+            return step, step
+    return None, num_steps
 
 
-def _differs(one: Plan, other: Plan, epoch: int, positions: np.ndarray) -> np.ndarray:
-    """Return which positions of an epoch have other samples or keys, bool (n,)."""
-    drawn = [plan.draw_epoch(epoch, positions) for plan in (one, other)]
-    keys = [
-        plan.sample_keys("train", draws)
-        for plan, draws in zip((one, other), drawn, strict=True)
-    ]
-    has_other_sample = drawn[0].indices != drawn[1].indices
-    has_other_key = (keys[0] != keys[1]).any(axis=1)
-    return has_other_sample | has_other_key
+def _drawn(plan: Plan, positions: np.ndarray) -> np.ndarray:
+    """The samples and their keys at positions that are counted through all epochs, (n, 3)."""
+    draws = plan.draw_epoch(0, positions)
+    keys = plan.sample_keys("train", draws)
+    return np.column_stack([draws.indices.astype(np.uint64), keys])
 
 
-def _steps_to_make(run: RecordedRun, steps: int, order: int | None) -> list[int]:
-    """The steps whose pixels are compared: until the order parts, else the first and those that begin epochs."""
-    if order is not None:
-        steps = order - 1
-    begins = range(1, steps + 1, max(1, run.plan.steps_per_epoch))
-    return list(begins)[:_MAX_MADE]
-
-
-def _first_other_pixels(first: Steps, second: Steps, steps: list[int]) -> int | None:
-    for step in steps:
-        for micro in range(first.run.plan.config.per_step):
-            if batch_hash(first[step, micro]) != batch_hash(second[step, micro]):
-                return step
-    return None
-
-
-def _first_other_loss(one: RecordedRun, other: RecordedRun) -> int | None:
-    """The first step that both runs have recorded with different losses; None = they have none."""
-    first = _losses(one)
-    second = _losses(other)
-    different = [step for step in first.keys() & second if first[step] != second[step]]
-    return min(different, default=None)
+def _parts(one: list[Any], other: list[Any]) -> bool:
+    """Return whether the micro-batches of a step differ."""
+    return [*map(batch_hash, one)] != [*map(batch_hash, other)]
 
 
 def _losses(run: RecordedRun) -> dict[int, float]:

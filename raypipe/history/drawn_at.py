@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow.fs
+
 from raypipe.errors import ConfigError
-from raypipe.history.quarantined import (
-    BadRecord,
-    names_of_records,
-    read_bad_samples,
-)
 from raypipe.history.record_checks import damage_told, whole_number
-from raypipe.history.recorded import RecordedRun, place_of
+from raypipe.history.recorded import RecordedRun
+from raypipe.history.recorded_stream import BadSample
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import exists, join_address
+from raypipe.storage.filesystem import exists, join_address, open_filesystem
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.scan import names_in
 
+_ORDER = attrgetter("epoch", "step", "micro", "row")
 _NUM_NAMED = 3  # samples that an error about a name lists
 _MAX_EPOCHS = 1_000_000  # a longer run is refused
 
 
-@dataclass(frozen=True)
-class SampleDraw:
+class SampleDraw(NamedTuple):
     """A draw of a sample.
 
     Attributes:
@@ -64,6 +63,7 @@ class SampleHistory:
         name: the store's name for it; empty = it has none.
         split: the store that has it, train or val.
         error: why the run could not use it; empty = it could.
+        num_drawn, num_to_come: numbers of draws that the run has reached, and of others.
         draws: in the order of the run.
     """
 
@@ -71,25 +71,9 @@ class SampleHistory:
     name: str
     split: Split
     error: str
+    num_drawn: int
+    num_to_come: int
     draws: list[SampleDraw]
-
-    @property
-    def num_drawn(self) -> int:
-        """Number of draws that the run has reached."""
-        return sum(draw.has_come for draw in self.draws)
-
-    @property
-    def num_to_come(self) -> int:
-        """Number of draws that are to come."""
-        return len(self.draws) - self.num_drawn
-
-
-class _BadDraw(NamedTuple):
-    place: MicroBatchId
-    record: BadRecord
-
-
-_Key = tuple[Split, int]
 
 
 class History:
@@ -103,7 +87,7 @@ class History:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        self.run = run
+        self._run = run
         status = join_address(run.address, STATUS)
         records = read_records(run.address)
         if exists(status):
@@ -114,16 +98,15 @@ class History:
         self._validated = {
             record.get("epoch") for record in records if record.get("kind") == "val"
         }
-        self._bad = defaultdict[_Key, list[_BadDraw]](list)
-        self._stood_in = defaultdict[_Key, list[_BadDraw]](list)
+        self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
-        for name in names_of_records(folder) if folder else ():
-            place = run.check_place(place_of(name))
-            for record in read_bad_samples(folder, place):
-                draw = _BadDraw(place, record)
-                self._bad[place.split, record.index].append(draw)
-                if record.substitute is not None:
-                    self._stood_in[place.split, record.substitute].append(draw)
+        filesystem, path = open_filesystem(folder or run.address)
+        selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+        for info in filesystem.get_file_info(selector) if folder else ():
+            if info.base_name.endswith(".jsonl"):
+                place = run.place_of(info.base_name.removesuffix(".jsonl"))
+                samples = run.stream.bad_samples(place)
+                self._bad[place] = {sample.index: sample for sample in samples}
 
     def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the draws of a sample.
@@ -137,82 +120,94 @@ class History:
         Raises:
             ConfigError: there is no such sample, or there are several of the name.
         """
-        store = self._store(split)
-        index = sample if isinstance(sample, int) else index_of(store, sample)
-        return self._of_indices([index], split)[0]
+        if isinstance(sample, str):
+            sample = index_of(self._store(split), sample)
+        return self._of_indices([sample], split)[0]
 
     def bad(self) -> list[SampleHistory]:
         """Find the draws of all samples that the run could not use, by its quarantine/."""
         splits: tuple[Split, Split] = ("train", "val")
         found = []
         for split in splits:
-            indices = sorted(index for of, index in self._bad if of == split)
+            of_split = [bad for at, bad in self._bad.items() if at.split == split]
+            indices = sorted({index for bad in of_split for index in bad})
             if indices:
                 found += self._of_indices(indices, split)
         return found
 
     def _store(self, split: Split) -> Store:
-        store = self.run.spec.stores.get(split)
+        store = self._run.spec.stores.get(split)
         if store is None:
-            raise ConfigError(f"{self.run.address} has no validation store")
+            raise ConfigError(f"{self._run.address} has no validation store")
         return store
 
-    def _of_indices(self, indices: list[int], split: Split) -> list[SampleHistory]:
+    def _of_indices(self, indices: Sequence[int], split: Split) -> list[SampleHistory]:
         """The histories of several samples, in one pass over the run's draws."""
         store = self._store(split)
+        num_epochs = self._run.plan.config.epochs
         for index in indices:
             if not 0 <= index < len(store):
                 raise ConfigError(
                     f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
                 )
-        num_epochs = self.run.plan.config.epochs
         if num_epochs > _MAX_EPOCHS:
             raise ConfigError(
-                f"{self.run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
+                f"{self._run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
             )
-        bad = {
-            (index, draw.place): draw.record
-            for index in indices
-            for draw in self._bad[split, index]
+        errors = {
+            index: bad.error
+            for at, of_place in self._bad.items()
+            for index, bad in of_place.items()
+            if at.split == split
         }
-        draws = {index: list(self._stand_ins(index, split)) for index in indices}
-        for index, place in self.run.plan.places_of_all(indices, split):
-            record = bad.get((index, place.micro_batch))
-            draws[index].append(self._draw(place, record))
+        found = self._draws_of(indices, split)
         histories = []
-        for index, of_index in draws.items():
-            of_index.sort(key=attrgetter("epoch", "step", "micro", "row"))
-            errors = (draw.record.error for draw in self._bad[split, index])
+        for index in indices:
+            draws = sorted(found[index], key=_ORDER)
+            num = sum(draw.has_come for draw in draws)
             name = name_of(store, index)
-            error = next(errors, "")
-            histories.append(SampleHistory(index, name, split, error, of_index))
+            error = errors.get(index, "")
+            histories.append(
+                SampleHistory(index, name, split, error, num, len(draws) - num, draws)
+            )
         return histories
 
-    def _stand_ins(self, index: int, split: Split) -> Iterator[SampleDraw]:
-        """The recorded draws of bad samples that this one has replaced."""
-        for place, record in self._stood_in[split, index]:
-            drawn = self.run.plan.draw(place).indices.tolist()
-            for row, other in enumerate(drawn):
-                if other == record.index:
-                    yield self._draw(SamplePlace(place, row), instead_of=other)
+    def _draws_of(
+        self, indices: Sequence[int], split: Split
+    ) -> dict[int, list[SampleDraw]]:
+        """The plan's draws of samples, and the recorded ones of bad samples that they have replaced."""
+        plan = self._run.plan
+        draws = defaultdict[int, list[SampleDraw]](list)
+        for index, place in plan.places_of_all(indices, split):
+            bad = self._bad.get(place.micro_batch, {}).get(index)
+            draws[index].append(self._draw(place, bad))
+        for at, of_place in self._bad.items():
+            for sample in of_place.values():
+                other = sample.substitute
+                if at.split == split and other is not None and other in indices:
+                    rows = np.flatnonzero(plan.indices(at) == sample.index)
+                    draws[other] += [
+                        self._draw(SamplePlace(at, row), instead_of=sample.index)
+                        for row in rows.tolist()
+                    ]
+        return draws
 
     def _draw(
         self,
         place: SamplePlace,
-        bad: BadRecord | None = None,
+        bad: BadSample | None = None,
         instead_of: int | None = None,
     ) -> SampleDraw:
         at = place.micro_batch
-        step = self.run.step_of(at)
+        step = self._run.step_of(at)
+        has_come = step <= self.num_done
         if at.split == "val":
             has_come = step < self.num_done or at.epoch in self._validated
-        else:
-            has_come = step <= self.num_done
         return SampleDraw(
             at.split,
             at.epoch,
             step,
-            self.run.rank_of(at),
+            self._run.rank_of(at),
             at.micro,
             place.row,
             has_come,
@@ -231,30 +226,26 @@ def index_of(store: Store, name: str) -> int:
     Raises:
         ConfigError: there is no such sample, or there are several.
     """
-    found: list[int] = []
-    for full_names in (
+    ends = (f"/{name}", f" {name}")
+    for names in (
         names_in(store),
         (name_of(store, index) for index in range(len(store))),
     ):
-        for index, full_name in enumerate(full_names):
+        found: dict[int, str] = {}
+        for index, full_name in enumerate(map(str, names)):
             if full_name == name:
                 return index
-            if str(full_name).endswith((f"/{name}", f" {name}")):
-                found.append(index)
+            if full_name.endswith(ends):
+                found[index] = full_name
+        if len(found) == 1:
+            return min(found)
         if found:
-            break
-    if len(found) == 1:
-        return found[0]
-    if found:
-        some = ", ".join(
-            f"{index} ({name_of(store, index)})" for index in found[:_NUM_NAMED]
-        )
-        raise ConfigError(
-            f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as {some}: give "
-            "the index, or more of the name"
-        )
+            some = [f"{index} ({name_of(store, index)})" for index in found]
+            raise ConfigError(
+                f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as "
+                f"{', '.join(some[:_NUM_NAMED])}: give the index, or more of the name"
+            )
     first = name_of(store, 0)
-    example = (
-        f"; its names look like {first!r}" if first else ", whose samples have no names"
+    raise ConfigError(
+        f"no sample of {store.address} has the name {name!r}; that of the first is {first!r}"
     )
-    raise ConfigError(f"no sample of {store.address} has the name {name!r}{example}")

@@ -10,25 +10,6 @@ from raypipe.errors import ConfigError, RaypipeError
 
 MAX_NUMBER = 1 << 62
 """Numbers of samples, steps and ranks in a record are below it."""
-_DTYPES = (None, "float32", "float16", "bfloat16", "float64", "uint8")
-_STREAM = {
-    "arguments": dict,
-    "stores": dict,
-    "code": dict,
-    "versions": dict,
-    "plan": str,
-    "quarantine": str,
-    "device": str,
-    "augment": dict | None,
-    "dtype": str | None,
-}
-_PART = {
-    "name": str,
-    "address": str,
-    "fingerprint": str,
-    "in_groups": bool,
-    "samples": int,
-}
 _MAX_TEXT = 200  # characters of an error about a value
 
 
@@ -60,42 +41,6 @@ def damage_told(where: str) -> Iterator[None]:
 def whole_number(value: Any, name: str, least: int = 0) -> int:
     """Return a whole number of a record; raise ValueError for anything else."""
     if type(value) is not int or not least <= value < MAX_NUMBER:
-        raise ValueError(
-            f"{name} must be a number from {least} on, got {_shown(value)}"
-        )
+        shown = repr(value)[:_MAX_TEXT]
+        raise ValueError(f"{name} must be a number from {least} on, got {shown}")
     return value
-
-
-def check_stream(described: Any) -> None:
-    """Raise ValueError unless a start's record of its stream has the kinds of `opened.stream_record`."""
-    _check("the stream", described, _STREAM)
-    if described["dtype"] not in _DTYPES:
-        raise ValueError(
-            f"dtype must be a dtype of images, got {_shown(described['dtype'])}"
-        )
-    for name in ("code", "versions"):
-        for key, value in described[name].items():
-            _check(f"{name}.{key}", value, str | None)
-    stores = described["stores"]
-    if "train" not in stores or stores.keys() - {"train", "val"}:
-        raise ValueError(f"stores must be of train and val, got {_shown(list(stores))}")
-    for split, parts in stores.items():
-        _check(f"stores.{split}", parts, list)
-        if not parts:
-            raise ValueError(f"stores.{split} must have a store")
-        for part in parts:
-            _check(f"stores.{split}", part, _PART)
-            whole_number(part["samples"], f"stores.{split}: samples")
-
-
-def _check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value has a type, or a mapping's entries have their types."""
-    if not isinstance(value, dict if isinstance(kind, dict) else kind):
-        raise ValueError(f"{name} must be of another kind than {_shown(value)}")
-    if isinstance(kind, dict):
-        for key, inner in kind.items():
-            _check(f"{name}: {key}", value.get(key), inner)
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:_MAX_TEXT]

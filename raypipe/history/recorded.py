@@ -13,40 +13,58 @@ A run that was resumed has several starts. The one that holds for a step is the 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyarrow.fs
+import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.history.record_checks import check_stream, damage_told, whole_number
-from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
+from raypipe.history.record_checks import damage_told, whole_number
+from raypipe.history.recorded_stream import RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
 from raypipe.mistakes import choices
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.storage.filesystem import as_uri, join_address, open_filesystem
+from raypipe.storage.filesystem import as_uri, join_address
 from raypipe.storage.lease import check_owner
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import place_in
+from raypipe.streaming.record.opened import StreamRecord
 from raypipe.streaming.spec import StreamSpec
 
 _GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
 
 
-@dataclass(frozen=True)
-class Start:
+class MicroBatchDraws(NamedTuple):
+    """The samples of a micro-batch, arrays (B,).
+
+    Attributes:
+        place: the micro-batch.
+        indices: int64, as the model saw them: with the substitutes of bad samples; PADDING = no sample.
+        drawn: int64, as the plan drew them.
+        keys: uint64 (B, 2), the keys of their CPU transforms.
+        weights: float32, 0 for padding, and for bad samples of a validation.
+        bad: why a drawn sample could not be used, by its row.
+    """
+
+    place: MicroBatchId
+    indices: np.ndarray
+    drawn: np.ndarray
+    keys: np.ndarray
+    weights: np.ndarray
+    bad: dict[int, str]
+
+
+class Start(NamedTuple):
     """A start of a run: at its beginning, or where it was resumed.
 
     Attributes:
         step: steps that were done.
         workers: W.
         validates: whether it began with the validation of that step.
-        stream: the stream as it was opened.
+        stream: the stream as it was opened; starts with the same record have the same one.
         settings: the settings of the stream by their whole names, plain values.
-        described: the record of the stream.
         has_trained: whether the run has records of later steps.
     """
 
@@ -55,8 +73,18 @@ class Start:
     validates: bool
     stream: RecordedStream
     settings: dict[str, Any]
-    described: dict[str, Any]
     has_trained: bool
+
+    def has_place(self, place: MicroBatchId) -> bool:
+        """Return whether its plan has a micro-batch of a place."""
+        plan = self.stream.plan
+        steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
+        return (
+            place.epoch < plan.config.epochs
+            and place.step < steps
+            and place.micro < plan.config.per_step
+            and (place.split == "train" or plan.has_val(place.epoch))
+        )
 
 
 def open_run(
@@ -73,26 +101,22 @@ def open_run(
     Raises:
         ConfigError: there is no run, or it has not begun to train.
     """
-    unknown = given.keys() - _GIVEN
-    if unknown:
-        name = min(unknown)
+    for name in given.keys() - _GIVEN:
         raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
     run_uri = as_uri(str(run).rstrip("/"))
-    records = _records_of(run, run_uri)
+    records = read_records(run_uri)
     check_owner(run_uri, trust_run_code)
+    last = max((record["step"] for record in records), default=0)
     streams: dict[str, RecordedStream] = {}
     starts = []
-    last = max(record["step"] for record in records)
     for record in records:
-        described = record.get("stream")
-        if record.get("kind") != "start" or described is None:
+        if record.get("kind") != "start" or record.get("stream") is None:
             continue
         with damage_told(join_address(run_uri, RECORDS)):
-            check_stream(described)
             # A resume may change settings, and most do not.
-            of_stream = {name: described[name] for name in ("arguments", "augment")}
-            text = json.dumps(of_stream, sort_keys=True)
+            text = json.dumps(record["stream"], sort_keys=True)
             if text not in streams:
+                described = StreamRecord(**record["stream"])
                 streams[text] = RecordedStream(
                     run_uri, described, trust_run_code, given
                 )
@@ -102,57 +126,20 @@ def open_run(
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),
-                described,
                 record["step"] < last,
             )
         starts.append(start)
+    if not starts:
+        raise ConfigError(
+            f"{run} does not exist, or has no start in its {RECORDS}: give the folder of a run that has begun to "
+            "train, which it printed as run_dir, or which raypipe.loader got as run_dir"
+        )
     return RecordedRun(run_uri, starts)
 
 
-def given_of(
-    train: str | dict[str, str],
-    val: str,
-    train_transform: str = "",
-    val_transform: str = "",
-    augment: str = "",
-) -> dict[str, Any]:
+def given_of(**values: Any) -> dict[str, Any]:
     """Return the arguments that options give instead of the recorded ones."""
-    values = {
-        "train": train,
-        "val": val,
-        "train_transform": train_transform,
-        "val_transform": val_transform,
-        "augment": augment,
-    }
     return {name: value for name, value in values.items() if value}
-
-
-def _records_of(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
-    """The records of a run, the last start of which says how its stream was opened.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    kind = _kind_of(run_uri)
-    records: list[dict[str, Any]] = []
-    if kind == pyarrow.fs.FileType.Directory:
-        records = read_records(run_uri)
-        found = f"has no start in its {RECORDS}, so it has not begun to train, or it is not the folder of a run"
-    elif kind == pyarrow.fs.FileType.File:
-        found = "is a file, and not the folder of a run"
-    else:
-        found = "does not exist"
-    starts = [record for record in records if record.get("kind") == "start"]
-    if not starts:
-        raise ConfigError(
-            f"{run} {found}: give the folder of a run, which it printed as run_dir, or which raypipe.loader got "
-            "as run_dir"
-        )
-    if "stream" not in starts[-1]:
-        raise ConfigError(
-            f"{run} does not say how its stream was opened: an older raypipe recorded it"
-        )
-    return records
 
 
 class RecordedRun:
@@ -161,21 +148,15 @@ class RecordedRun:
     Attributes:
         address: the run's folder.
         starts: in the order in which they happened.
+        config: the settings of the run's stream at its newest start, by their whole names.
+        stream: the stream of the newest start.
     """
 
     def __init__(self, run_uri: str, starts: list[Start]) -> None:
         self.address = run_uri.removeprefix("file://")
         self.starts = starts
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings of the run's stream at its newest start, by their whole names."""
-        return self.starts[-1].settings
-
-    @property
-    def stream(self) -> RecordedStream:
-        """The stream of the newest start."""
-        return self.starts[-1].stream
+        self.config = starts[-1].settings
+        self.stream = starts[-1].stream
 
     @property
     def spec(self) -> StreamSpec:
@@ -195,8 +176,7 @@ class RecordedRun:
     @property
     def num_steps(self) -> int:
         """Number of optimizer steps of the whole run."""
-        plan = self.plan
-        return plan.config.epochs * plan.steps_per_epoch
+        return self.plan.config.epochs * self.plan.steps_per_epoch
 
     def start_of(self, step: int, validates: bool = False) -> Start:
         """Return the start that holds for a step.
@@ -204,22 +184,23 @@ class RecordedRun:
         Args:
             validates: for the validation behind that step.
         """
-        holding = [
-            start
-            for start in self.starts
-            if start.step < step
-            or (validates and start.validates and start.step == step)
-        ]
-        return holding[-1] if holding else self.starts[0]
+        for start in reversed(self.starts):
+            is_at_end = validates and start.validates and start.step == step
+            if start.step < step or is_at_end:
+                return start
+        return self.starts[0]
 
-    def stream_of(self, place: MicroBatchId) -> RecordedStream:
-        """Return the stream that a micro-batch is of."""
-        return self.start_of(self.step_of(place), place.split == "val").stream
+    def start_at(self, place: MicroBatchId) -> Start:
+        """Return the start that holds for a micro-batch."""
+        return self.start_of(self.step_of(place), place.split == "val")
 
     def step_of(self, place: MicroBatchId) -> int:
         """Return the step of a micro-batch; for a validation, the step before it."""
-        done = self.plan.global_step(place)
-        return int(done) + (place.split == "train")
+        return int(self.plan.global_step(place)) + (place.split == "train")
+
+    def rank_of(self, place: MicroBatchId) -> int:
+        """Return the rank that got a micro-batch."""
+        return place.micro % self.start_at(place).workers
 
     def steps_in(self, epoch: int) -> range:
         """Return the steps of an epoch; epochs are counted from 0, as in metrics.jsonl.
@@ -249,33 +230,24 @@ class RecordedRun:
             ConfigError: the run has no such step, rank or number, or `plan.skip` left the step out.
         """
         self.check_step(step)
-        start = self.start_of(step)
         if self.is_skipped(step):
             raise ConfigError(
                 f"step {step:,} was left out by plan.skip, so the model saw nothing of it"
             )
+        epoch, in_epoch = divmod(step - 1, self.plan.steps_per_epoch)
+        workers = self.start_of(step).workers
         per_step = self.plan.config.per_step
-        world_size = start.workers
-        if rank is not None and not 0 <= rank < world_size:
-            raise ConfigError(
-                f"step {step} had {world_size} rank{'s' if world_size > 1 else ''}, from 0 on, and no rank {rank}"
-            )
-        if micro is not None and not 0 <= micro < per_step:
-            raise ConfigError(
-                f"a step has {per_step} micro-batch{'es' if per_step > 1 else ''}, from 0 on, not {micro}"
-            )
-        if rank is not None and micro is not None and micro % world_size != rank:
-            raise ConfigError(
-                f"micro-batch {micro} of step {step} went to rank {micro % world_size} of {world_size}, not to "
-                f"rank {rank}"
-            )
-        epoch, step_in_epoch = divmod(step - 1, self.plan.steps_per_epoch)
-        return [
-            MicroBatchId("train", epoch, step_in_epoch, number)
+        numbers = [
+            number
             for number in range(per_step)
-            if (rank is None or number % world_size == rank)
-            and (micro is None or number == micro)
+            if rank in (None, number % workers) and micro in (None, number)
         ]
+        if not numbers:
+            raise ConfigError(
+                f"step {step} had the micro-batches 0 to {per_step - 1}, number m on rank m mod {workers}: "
+                f"rank {rank} had no number {micro} (None = any)"
+            )
+        return [MicroBatchId("train", epoch, in_epoch, number) for number in numbers]
 
     def is_skipped(self, step: int) -> bool:
         """Return whether `plan.skip` left out a step."""
@@ -289,58 +261,42 @@ class RecordedRun:
                 f"{step:,}"
             )
 
-    def has_place(self, place: MicroBatchId, start: Start | None = None) -> bool:
-        """Return whether the plan of a start, None = the newest, has a micro-batch of a place."""
-        plan = start.stream.plan if start else self.plan
-        steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
-        return (
-            place.epoch < plan.config.epochs
-            and place.step < steps
-            and place.micro < plan.config.per_step
-            and (place.split == "train" or plan.has_val(place.epoch))
-        )
+    def place_of(self, name: str) -> MicroBatchId:
+        """Return the place of a name such as train-e0000-s000012-m000, as errors and quarantine/ have it.
 
-    def check_place(self, place: MicroBatchId) -> MicroBatchId:
-        """Return a place; raise ConfigError unless the run has it."""
-        plan = self.plan
-        if not self.has_place(place):
-            validations = "no validation"
-            if plan.val_steps:
-                validations = f"validations of {plan.val_steps:,} steps"
+        Raises:
+            ConfigError: it is not such a name, or the run has no such micro-batch.
+        """
+        place = place_in(name)
+        if place is None:
+            raise ConfigError(
+                f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
+            )
+        if not self.starts[-1].has_place(place):
+            plan = self.plan
             raise ConfigError(
                 f"{self.address} has no micro-batch {place}: it has {plan.config.epochs:,} epochs of "
-                f"{plan.steps_per_epoch:,} steps of {plan.config.per_step} micro-batches each, and {validations}"
+                f"{plan.steps_per_epoch:,} steps of {plan.config.per_step} micro-batches each, and validations of "
+                f"{plan.val_steps:,} steps"
             )
         return place
 
-    def rank_of(self, place: MicroBatchId) -> int:
-        """Return the rank that got a micro-batch."""
-        start = self.start_of(self.step_of(place), place.split == "val")
-        return place.micro % start.workers
-
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:
-        """Return the samples of a micro-batch.
-
-        They are the plan's. Samples that the run could not use are those of its quarantine/.
-        """
-        return self.stream_of(place).draws(place)
-
-
-def _kind_of(address: str) -> pyarrow.fs.FileType:
-    """Return whether a file, a folder, or nothing is at an address."""
-    filesystem, path = open_filesystem(address)
-    return filesystem.get_file_info(path).type
-
-
-def place_of(name: str) -> MicroBatchId:
-    """Return the place that a name such as train-e0000-s000012-m000 is of, as errors and quarantine/ have it.
-
-    Raises:
-        ConfigError: the text is not such a name.
-    """
-    place = place_in(name)
-    if place is None:
-        raise ConfigError(
-            f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
-        )
-    return place
+        """Return the samples of a micro-batch: the plan's, and the substitutes that quarantine/ has."""
+        stream = self.start_at(place).stream
+        plan = stream.plan
+        drawn = plan.draw(place)
+        keys = plan.sample_keys(place.split, drawn)
+        weights = (drawn.indices != PADDING).astype(np.float32)
+        indices = drawn.indices.copy()
+        reasons: dict[int, str] = {}
+        for bad in stream.bad_samples(place):
+            for row in np.flatnonzero(drawn.indices == bad.index).tolist():
+                reasons[row] = bad.error
+                if bad.substitute is None:
+                    weights[row] = 0
+                    continue
+                indices[row] = bad.substitute
+                of_row = drawn.at(slice(row, row + 1))
+                keys[row] = plan.substitute_keys(place.split, of_row, bad.substitute)[0]
+        return MicroBatchDraws(place, indices, drawn.indices, keys, weights, reasons)

@@ -11,6 +11,7 @@ the run's device was a GPU, which rounds some operations differently, the images
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace as changed
@@ -22,9 +23,9 @@ import numpy as np
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.history.recorded import RecordedRun, open_run
-from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
-from raypipe.history.sample_table import SampleTable
-from raypipe.history.step_maker import StepMaker
+from raypipe.history.recorded_stream import RecordedStream
+from raypipe.history.sample_table import sample_rows
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.transform.fields import MicroBatch
 
@@ -68,8 +69,7 @@ class Replay:
     def __init__(self, run: RecordedRun, anyway: bool = False) -> None:
         self.run = run
         self._anyway = anyway
-        self._history: History | None = None
-        self._makers: dict[int, StepMaker] = {}
+        self._makers: dict[RecordedStream, StepMaker] = {}
 
     @property
     def differences(self) -> list[str]:
@@ -99,21 +99,34 @@ class Replay:
 
     def batch(self, place: MicroBatchId) -> Batch:
         """Make a micro-batch as the loop got it, also one of a validation."""
-        start = self.run.start_of(self.run.step_of(place), place.split == "val")
-        batch = self._maker(place).batch(place)
-        per_step = self.run.plan.config.per_step
-        ends_step = place.micro >= per_step - start.workers
-        if place.split == "val":
-            last_step = self.run.plan.val_steps - 1
-        else:
-            training = self.run.plan.training_of(place.epoch)
+        plan = self.run.plan
+        workers = self.run.start_at(place).workers
+        ends_step = place.micro >= plan.config.per_step - workers
+        last_step = plan.val_steps - 1
+        if place.split == "train":
+            training = plan.training_of(place.epoch)
             last_step = training.step_of(training.num_delivered - 1)
         ends_split = ends_step and place.step == last_step
+        batch = self._remade(place).finished
         return changed(batch, ends_step=ends_step, ends_split=ends_split)
 
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
         """Make a micro-batch as it came from the CPU transform, before any work on the device."""
-        return self._maker(place).on_cpu(place)
+        return self._remade(place).host
+
+    def _remade(self, place: MicroBatchId) -> Remade:
+        stream = self.run.start_at(place).stream
+        if stream.lacks and not self._anyway:
+            hint = ""
+            if stream.is_open:
+                hint = "; anyway=True (--anyway) makes them as they are now"
+            raise ConfigError(
+                f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
+                "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
+            )
+        if stream not in self._makers:
+            self._makers[stream] = StepMaker(stream)
+        return Remade(self._makers[stream], place)
 
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None
@@ -143,59 +156,29 @@ class Replay:
     def samples_of(self, place: MicroBatchId) -> list[dict[str, Any]]:
         """Return a row for each sample of a micro-batch, also one of a validation; see `samples`."""
         run = self.run
-        stream = run.stream_of(place)
+        stream = run.start_at(place).stream
         draws = run.draws(place)
-        if self._could_differ(stream):
-            draws = _with_substitutes(draws, self.on_cpu(place))
-        described = SampleTable(stream, self._makers_if_any(place)).rows(draws)
+        remade = None
+        if stream.is_open and (self._anyway or not stream.lacks):
+            remade = self._remade(place)
+            if not stream.quarantine and stream.spec.transform.max_bad_fraction:
+                # nothing has recorded the substitutes of bad samples
+                index = remade.host.index
+                for row in np.flatnonzero(index != draws.drawn).tolist():
+                    draws.bad.setdefault(row, "it cannot be used")
+                draws = draws._replace(
+                    indices=index, weights=np.asarray(remade.host.weight)
+                )
         step = run.step_of(place)
-        rank = run.rank_of(place)
-        return [
-            {"step": step, "micro": place.micro, "rank": rank, **row}
-            for row in described
-        ]
+        of_place = {"step": step, "micro": place.micro, "rank": run.rank_of(place)}
+        return [{**of_place, **row} for row in sample_rows(draws, stream, remade)]
 
     def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the steps that drew a sample, and those that will; see `raypipe.history.drawn_at.History.of`."""
-        if self._history is None:
-            from raypipe.history.drawn_at import History
-
-            self._history = History(self.run)
         return self._history.of(sample, split)
 
-    def _could_differ(self, stream: RecordedStream) -> bool:
-        """Return whether the run may have had substitutes that nothing has recorded."""
-        if stream.quarantine or (stream.lacks and not self._anyway):
-            return False
-        return stream.spec.transform.max_bad_fraction > 0
+    @functools.cached_property
+    def _history(self) -> History:
+        from raypipe.history.drawn_at import History
 
-    def _maker(self, place: MicroBatchId) -> StepMaker:
-        stream = self.run.stream_of(place)
-        if stream.lacks and not self._anyway:
-            hint = ""
-            if stream.is_open:
-                hint = "; anyway=True (--anyway) makes them as they are now"
-            raise ConfigError(
-                f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
-                "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
-            )
-        if id(stream) not in self._makers:
-            self._makers[id(stream)] = StepMaker(stream)
-        return self._makers[id(stream)]
-
-    def _makers_if_any(self, place: MicroBatchId) -> StepMaker | None:
-        stream = self.run.stream_of(place)
-        if not stream.is_open:
-            return None
-        return self._maker(place) if self._anyway or not stream.lacks else None
-
-
-def _with_substitutes(draws: MicroBatchDraws, made: MicroBatch) -> MicroBatchDraws:
-    """The draws, with the samples that stand in for bad ones in a micro-batch that was made again."""
-    replaced_rows = np.flatnonzero(made.index != draws.drawn).tolist()
-    reasons = dict.fromkeys(replaced_rows, "it cannot be used")
-    return draws._replace(
-        indices=made.index.copy(),
-        weights=np.asarray(made.weight, np.float32).copy(),
-        bad={**reasons, **draws.bad},
-    )
+        return History(self.run)

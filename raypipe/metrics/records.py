@@ -55,23 +55,27 @@ def read_records(run_uri: str, name: str = RECORDS) -> list[dict[str, Any]]:
 
 
 def parse_records(content: bytes) -> list[dict[str, Any]]:
-    """The records of a file's content, in their order, without those of steps that the run has done over again.
-
-    The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are
-    left out.
-    """
+    """The records of a file's content, in their order, without those of steps that the run has done over again."""
     kept: list[dict[str, Any]] = []
-    for line in filter(None, content.split(b"\n")[:-1]):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or not _is_step(record.get("step")):
+    for record in objects_of(content):
+        if not _is_step(record.get("step")):
             continue
         if record.get("kind") == _START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
     return kept
+
+
+def objects_of(content: bytes) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines.
+
+    The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are left out.
+    """
+    objects = []
+    for line in content.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, RecursionError):
+            objects.append(json.loads(line))
+    return [record for record in objects if isinstance(record, dict)]
 
 
 def _is_step(value: Any) -> bool:

@@ -33,6 +33,7 @@ from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.storage.local_file import boot_id
+from raypipe.storage.shared_memory import remove_unused
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def connect(
             "such as by `ray job submit`"
         )
     take_worker_logs()
+    remove_unused()
     # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
     if log_format == "json":
         ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING")

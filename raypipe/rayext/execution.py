@@ -30,8 +30,9 @@ from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.metrics.tracer import counted
-from raypipe.rayext.block_flow import BlockFlow, Deliveries
+from raypipe.rayext.block_flow import BlockFlow
 from raypipe.rayext.data_context import CONTEXT_KEY, take_process
+from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
 from raypipe.rayext.processes import is_ray_worker, this_process
@@ -210,7 +211,8 @@ class StreamAutoscaler:
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log_format, run=settings.run)
         self._flow = BlockFlow(topology)
-        self._deliveries = Deliveries(self._flow.output_queue)
+        queue = self._flow.output_queue if self._flow.ends_with_pool else None
+        self._lost = LostBlocks(self._flow.pool, queue)
         self._reported_at = 0.0
         # The reader runs on this process's node, since Ray waits forever for a plain task on a node that has
         # become silent, even after it has declared the node dead. The affinity is soft: Ray starts no task on a
@@ -221,6 +223,7 @@ class StreamAutoscaler:
         )
         self._keeper = PoolKeeper(
             self._flow.pool,
+            self._lost,
             settings.pool,
             settings.supervisor,
             time.monotonic(),
@@ -256,8 +259,6 @@ class StreamAutoscaler:
             finished=flow.finished,
             waiting=waiting,
             ranks_waiting=ranks_waiting,
-            fetches=self._num_waiting > 0,
-            makers=self._deliveries.makers,
         )
         if now - self._reported_at >= _METRICS_PERIOD_S:
             self._reported_at = now
@@ -290,8 +291,12 @@ class StreamAutoscaler:
             self._taken_at = now
         state = ""
         if flow.finished:
-            lost = self._deliveries.lost() if self._num_waiting else []
-            state = flow.description(actors, self._ranks, self._num_waiting, lost)
+            state = flow.description(
+                actors,
+                self._ranks,
+                self._num_waiting,
+                self._lost.num_silent(),
+            )
         ready = 1.0 - flow.waiting_of(self._ranks)
         answer = self._supervisor.execution_progress.remote(
             self._name, now - self._taken_at, self._process, state, ready
@@ -312,7 +317,7 @@ class StreamAutoscaler:
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""
-        self._deliveries.drop()
+        self._lost.drop()
         if self._trace:
             self._trace.stop()
         self._metrics.show(self._flow.finished)

@@ -19,6 +19,7 @@ import ray
 
 from raypipe.rayext.data_context import ours, stream_settings
 from raypipe.rayext.failures import cause_of
+from raypipe.rayext.lost_blocks import with_copies
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -48,24 +49,28 @@ class _Begun:
     """
 
     def __init__(self, coordinator: Any, split: int) -> None:
-        self._coordinator = coordinator
+        self.actor = coordinator
         self._begun = [coordinator.start_epoch.remote(split)]
         self.start_epoch = SimpleNamespace(remote=self._epoch)
 
     def _epoch(self, split: int) -> Any:
         if self._begun:
             return self._begun.pop()
-        return self._coordinator.start_epoch.remote(split)
+        return self.actor.start_epoch.remote(split)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # during unpickling, before `_coordinator` is set
+        # during unpickling, before `actor` is set
+        if name.startswith("_") or name == "actor":
             raise AttributeError(name)
-        return getattr(self._coordinator, name)
+        return getattr(self.actor, name)
 
 
 def coordinator_of(iterator: Any) -> Any:
     """Return the handle of the actor that runs an iterator's execution; None = this process runs it."""
-    return getattr(iterator, "_coord_actor", None)
+    coordinator = getattr(iterator, "_coord_actor", None)
+    if isinstance(coordinator, _Begun):
+        return coordinator.actor
+    return coordinator
 
 
 class ExecutionWatch:
@@ -198,10 +203,15 @@ def _record_batch_iterators(iterator: Any) -> list[Any]:
     """Return a list to which Ray Data's batch iterators of this iterator will be appended."""
     batch_iterators = list[Any]()
     if make := getattr(iterator, _MAKES_BATCHES, None):
+        coordinator = coordinator_of(iterator)
 
         def create(*args: Any, **options: Any) -> Any:
-            batch_iterators.append(make(*args, **options))
-            return batch_iterators[-1]
+            made = make(*args, **options)
+            made._resolve_block_refs = with_copies(
+                made._resolve_block_refs, coordinator
+            )
+            batch_iterators.append(made)
+            return made
 
         setattr(iterator, _MAKES_BATCHES, create)
     return batch_iterators

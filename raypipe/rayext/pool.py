@@ -1,4 +1,4 @@
-"""Control of a running stream's pool: its size, the replacement of lost actors, and the end of a stalled stream.
+"""Control of a running stream's pool: its size, the blocks of lost actors, and the end of a stalled stream.
 
     ranks wait, and actors are busy        the pool grows by a factor
     ranks do not wait, and actors idle     the pool shrinks to the busy actors and some spare ones
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +22,14 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
+from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.rayext.placement import cpus_name, is_labelled, placement
+from raypipe.rayext.silent_nodes import SilentNodes
 from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
+# Nodes are asked for an answer once ranks wait, and none has taken a block for so long.
+_STILL_S = 1.0
 
 # Share of busy actors above which more actors help.
 _BUSY = 0.8
@@ -41,8 +44,7 @@ _CALM = 0.05
 # number varies around it.
 _SPARE = 1.25
 
-# A restart takes a few seconds for the process. An actor that has not started after this time has no CPUs; an
-# actor that was lost with its node has none from the start.
+# A restart takes a few seconds for the process. An actor that has not started after this time has no CPUs.
 _PATIENCE_S = 5.0
 # Actors are queued for a moment even if there is room.
 _QUEUE_S = 2.0
@@ -135,14 +137,14 @@ class PoolSizer:
 
 
 class PoolKeeper:
-    """Sizes the pool of an execution, makes room for lost actors, reports a pool without actors, ends a stall.
+    """Sizes the pool of an execution, has lost blocks made again, reports a pool without actors, ends a stall.
 
-    Ray restarts an actor if the cluster has CPUs for it. If the cluster has shrunk, it has none: the actor's
-    blocks are never given to another actor, all later blocks wait for them in order, and the stream stalls
-    although most actors are idle. So the keeper releases an idle actor, and its CPUs go to the restarting actor.
+    Ray restarts an actor if the cluster has CPUs for it. If the cluster has shrunk, it has none. So the actor's
+    blocks are given to others, see `lost_blocks`.
 
     Args:
         op: Ray Data's operator of the pool.
+        lost: the execution's blocks.
         rules: the pool's bounds and pace.
         supervisor: handle of the Supervisor, which gets the reports.
         now: seconds of a monotonic clock.
@@ -153,6 +155,7 @@ class PoolKeeper:
     def __init__(
         self,
         op: Any,
+        lost: LostBlocks,
         rules: PoolConfig,
         supervisor: Any,
         now: float,
@@ -161,6 +164,7 @@ class PoolKeeper:
     ) -> None:
         self._run = run
         self._op = op
+        self._lost = lost
         self._actors = actors
         self._rules = rules
         self._supervisor = supervisor
@@ -173,10 +177,10 @@ class PoolKeeper:
         self._finished = 0
         self._has_reported = False
         self._taken = 0  # blocks that ranks have taken
-        self._room_at: dict[
-            Any, float
-        ] = {}  # actor that died with blocks → time to make room for it
-        self._room_made = set[Any]()  # actors for which room was made
+        self._taken_at = now
+        self._silent = SilentNodes()
+        # actor that died with blocks → time of its death
+        self._dead_since: dict[Any, float] = {}
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
         self._most: int | None = None  # limit of actors meanwhile; None = none
@@ -206,8 +210,6 @@ class PoolKeeper:
         finished: int,
         waiting: int,
         ranks_waiting: float,
-        fetches: bool = False,
-        makers: Callable[[], set[str]] = set,
     ) -> None:
         """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
 
@@ -215,21 +217,20 @@ class PoolKeeper:
             finished: number of blocks that the pool has finished.
             waiting: number of them that no rank has taken yet.
             ranks_waiting: share of the ranks that wait: without a finished block, or, as they say, for its data.
-            fetches: whether a rank says that it waits.
-            makers: returns the ids of the actors whose finished blocks may not have reached their ranks.
 
         Raises:
             RaypipeError: the stream has stalled.
         """
-        self._size(
-            now, finished, ranks_waiting, moved=finished - waiting != self._taken
-        )
+        has_moved = finished - waiting != self._taken
+        self._size(now, finished, ranks_waiting, moved=has_moved)
         self._taken = finished - waiting
+        if has_moved:
+            self._taken_at = now
         self._tell_awaited()
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
-            self._make_room(now, makers, fetches)
+            self._make_again(now, ranks_waiting)
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
@@ -344,7 +345,7 @@ class PoolKeeper:
         ]:
             self._pool._release_running_actor(actor)
 
-    def _release_lost(self, limit: int, keep: Collection[Any] = ()) -> int:
+    def _release_lost(self, limit: int) -> int:
         """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
         lost = [
@@ -352,70 +353,44 @@ class PoolKeeper:
             for actor, state in states
             if state.is_restarting and not state.num_tasks_in_flight
         ]
-        lost = [actor for actor in lost if actor not in keep][:limit]
-        for actor in lost:
+        for actor in lost[:limit]:
             self._pool._release_running_actor(actor)
-        return len(lost)
+        return len(lost[:limit])
 
-    def _make_room(
-        self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False
-    ) -> None:
-        """Release idle actors for those that died with blocks and find no CPUs to restart."""
-        states = self._pool._running_actors
-        owing = self._owing_blocks(makers, fetches)
-        late = self._late(owing, now)
-        idle = [
-            actor
-            for actor, s in states.items()
-            if not (s.is_restarting or s.num_tasks_in_flight)
-        ]
-        if not (late and idle):
-            return
-        late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
-        if not late:
-            return
-        # otherwise these may take the CPUs
-        self._release_lost(len(states), keep=owing.keys())
-        for actor in idle[: len(late)]:
-            self._pool._release_running_actor(actor)
-        self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
-        self._room_made |= set(late)
-        self._supervisor.note.remote(
-            f"the cluster has no CPUs for {len(late)} transform actors that died with blocks: idle actors make "
-            "room for them",
-            "no_room",
+    def _make_again(self, now: float, ranks_waiting: float) -> None:
+        """Give the blocks of actors that are lost with their node, or find no CPUs to restart, to others."""
+        there = nodes()
+        hosts = {s.actor_location for s in self._pool._running_actors.values()}
+        silent = self._silent.found()
+        is_still = ranks_waiting and now - self._taken_at >= _STILL_S
+        self._silent.ask(
+            node
+            for node in there
+            if node["NodeID"] in silent or (is_still and node["NodeID"] in hosts)
         )
+        alive = {node["NodeID"] for node in there}
+        if hosts & alive - silent:
+            alive -= silent
+        if num := self._lost.make_again(alive, self._stuck(now)):
+            self._supervisor.note.remote(
+                f"{num} blocks are lost with their actors' node, or wait for its answer: others make them again",
+                "blocks_lost",
+            )
 
-    def _owing_blocks(
-        self, makers: Callable[[], set[str]], fetches: bool
-    ) -> dict[Any, Any]:
-        """Return the dead actors that must make blocks after their restart, with Ray Data's state of each.
-
-        If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
-        counted the block as finished, so it sees an actor without work.
-        """
-        states = self._pool._running_actors
-        restarting = {actor: s for actor, s in states.items() if s.is_restarting}
-        owing = {actor: s for actor, s in restarting.items() if s.num_tasks_in_flight}
-        if fetches and len(owing) < len(restarting):
-            ids = makers()
-            owing |= {a: s for a, s in restarting.items() if _id_of(a) in ids}
-        return owing
-
-    def _late(self, owing: dict[Any, Any], now: float) -> list[Any]:
-        """Return the dead actors that have had the time to restart, and have not found CPUs."""
-        new = owing.keys() - self._room_at.keys()
-        alive = {node["NodeID"] for node in nodes()} if new else set()
-        for actor in new:
-            patience_s = _PATIENCE_S if owing[actor].actor_location in alive else 0.0
-            self._room_at[actor] = now + patience_s
-        self._room_at = {a: time_s for a, time_s in self._room_at.items() if a in owing}
-        self._room_made &= owing.keys()
-        late = [actor for actor, time_s in self._room_at.items() if now >= time_s]
-        # Actors with room that no request waits for have their CPUs, and are starting.
-        if self._room_made.intersection(late) and self._cpus not in _pending_cpus():
-            late = [actor for actor in late if actor not in self._room_made]
-        return late
+    def _stuck(self, now: float) -> set[Any]:
+        """Return the dead actors with blocks that have had the time to restart, and have not found CPUs."""
+        dead = [
+            actor
+            for actor, state in self._pool._running_actors.items()
+            if state.is_restarting and state.num_tasks_in_flight
+        ]
+        self._dead_since = {actor: self._dead_since.get(actor, now) for actor in dead}
+        late = {
+            actor
+            for actor, since in self._dead_since.items()
+            if now - since > _PATIENCE_S
+        }
+        return late if late and self._cpus in _pending_cpus() else set()
 
     def _leave(self, going: dict[str, int]) -> None:
         """Replace actors on nodes that are about to go, which get no more blocks from Ray Data.
@@ -501,11 +476,6 @@ class PoolKeeper:
                 "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "
                 "`ray stack`"
             )
-
-
-def _id_of(actor: Any) -> str:
-    """Return the id of an actor by its handle."""
-    return actor._actor_id.hex()
 
 
 def _free_cpus() -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,13 @@ from raypipe.stores.class_folders import (
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
-from raypipe.stores.webdataset import Indexed, Scan, as_names, as_texts
+from raypipe.stores.webdataset import (
+    Indexed,
+    Scan,
+    as_names,
+    as_texts,
+    index_samples,
+)
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
@@ -102,7 +109,24 @@ def _described(node: Link | Special | None) -> str:
     return node.kind if isinstance(node, Special) else ""
 
 
-def index_files(
+def index_tars(
+    names: Sequence[str], scans: Sequence[Scan], target_column: str
+) -> Indexed:
+    """Return the samples of several tars, of either layout; raise StoreError if they have both."""
+    of_folders = ["about" in scan for scan in scans]
+    if not any(of_folders):
+        return index_samples(names, scans)
+    if not all(of_folders):
+        folders = names[of_folders.index(True)]
+        shard = names[of_folders.index(False)]
+        raise StoreError(
+            f"{shard} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
+            "layout"
+        )
+    return _index_files(names, scans, target_column)
+
+
+def _index_files(
     names: Sequence[str], scans: Sequence[Scan], target_column: str
 ) -> Indexed:
     """Return the samples of several tars, each in the order of a folder; names are for errors.
@@ -122,17 +146,14 @@ def index_files(
     doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
     told = check_classes(names[0], target_column, doubts, num_by_class)
     classes = tuple(sorted(num_by_class))
-    number_of = {name: number for number, name in enumerate(classes)}
-    labels = [
-        np.repeat([number_of[name] for name in about["classes"]], about["nums"])
-        for about in abouts
-    ]
     columns = {
         "image": np.concatenate([view["places"][""] for view in views]),
-        "label": np.concatenate(labels).astype(np.int64),
+        "label": np.concatenate([_labels_of(about, classes) for about in abouts]),
     }
     keys = [view["texts"]["keys"] for view in views]
-    left_out = sum((LeftOut(about["left_out"]) for about in abouts), LeftOut())
+    left_out = LeftOut()
+    for counted in (*scans, *abouts):
+        left_out.update(counted["left_out"])
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
@@ -147,11 +168,18 @@ def index_files(
     )
 
 
+def _labels_of(about: dict[str, Any], classes: tuple[str, ...]) -> np.ndarray:
+    """Return the labels of a tar's samples, numbers of the store's classes, int64 (n,)."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = [number_of[name] for name in about["classes"]]
+    return np.repeat(np.array(numbers, np.int64), about["nums"])
+
+
 def _views(layout: Layout) -> list[Scan]:
     """Return the samples of each tree of a layout, with what is known of it: `about`, as JSON.
 
     `root`, `classes`, `left_out`, `has_images` and the doubts are those of the layout; the first tree has what is
-    known of all. `nums` are samples by class. `is_plain` tells whether the samples have the order of their names'
+    known of all. `nums` are samples by class. `is_plain`: whether the samples have the order of their names'
     parts, which the tar's digest shows.
     """
     views: list[Scan] = []
@@ -189,22 +217,9 @@ def _tree_of(scan: Scan) -> MemoryTree:
     members = zip(
         as_names(scan["texts"][FILES]), scan["places"][FILES].tolist(), strict=True
     )
-    for number, (path, place) in enumerate(members):
-        node: Member = TreeFile(place)
+    for number, (path, start_and_size) in enumerate(members):
+        node: Member = TreeFile(start_and_size)
         if (described := scan["others"].get(str(number))) is not None:
             node = _node_of(described)
         tree.add(path, node)
     return tree
-
-
-def have_class_folders(names: Sequence[str], scans: Sequence[Scan]) -> bool:
-    """Return whether tars have class folders; raise StoreError if only some of them have."""
-    of_folders = ["about" in scan for scan in scans]
-    if any(of_folders) and not all(of_folders):
-        folders = names[of_folders.index(True)]
-        shard = names[of_folders.index(False)]
-        raise StoreError(
-            f"{shard} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
-            "layout"
-        )
-    return any(of_folders)

@@ -1,7 +1,7 @@
 """Atomic writing of new stores: a store is complete at its address or absent, on a disk and in an object store.
 
 local    write to a temporary path in the same folder → rename
-remote   write locally → upload every shard under a new, random name → manifest → remove the old shards
+remote   upload every shard under a new, random name → manifest → remove the old shards
 
 Also writes the stores of the digits, the dataset of a first run.
 """
@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -34,7 +33,6 @@ from raypipe.storage.filesystem import (
 from raypipe.storage.local_file import (
     cache_folder,
     locked,
-    make_cache_folder,
     open_lock,
     try_lock,
 )
@@ -50,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
-    """Context manager: a path next to `dst` to write to; renamed to `dst` on success, removed otherwise."""
+    """Context manager: a path next to `dst` to write to; renamed to `dst` on success, removed otherwise.
+
+    If it is a folder of one file, this file becomes `dst`.
+    """
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
@@ -76,10 +77,12 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
-        if dst.is_dir() or (dst.exists() and partial.is_dir()):
+        files = list(partial.iterdir()) if partial.is_dir() else []
+        new = files[0] if len(files) == 1 else partial
+        if dst.is_dir() or (dst.exists() and new.is_dir()):
             # a rename cannot replace a folder
             dst.rename(old)
-        partial.replace(dst)
+        new.replace(dst)
         _remove(old)
 
 
@@ -125,29 +128,31 @@ def write_atomically(
 
 
 @contextlib.contextmanager
-def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
-    """Context manager: a local path to write a file or a folder of shards to; uploaded on success, then removed.
+def new_remote(dst: str, overwrite: bool) -> Iterator[list[RemoteFile]]:
+    """Context manager: a list for the shards that are uploaded, in order; then they replace the old objects.
 
-    The path is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
+    On an error the objects that are new are removed.
     """
     check_bucket(dst)
-    objects_at(dst, overwrite)
-    with errors_as(StoreError, f"{cache_folder()} cannot be written to"):
-        temporary = tempfile.TemporaryDirectory(
-            prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True
-        )
-    with temporary as folder:
-        path = Path(folder, f"store{Path(split_address(dst)[1]).suffix}")
-        yield path
+    filesystem, path = open_filesystem(dst)
+    old = _objects_at(dst, overwrite)
+    shards: list[RemoteFile] = []
+    try:
+        yield shards
         with errors_as(StoreError, f"{dst} cannot be written"):
-            _upload(
-                sorted(path.iterdir()) if path.is_dir() else [path],
-                dst,
-                objects_at(dst, overwrite),
-            )
+            write_manifest(dst, shards)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the error matters more than what is left
+            _remove_objects(filesystem, _paths_in(filesystem, path) - old)
+        raise
+    kept = {
+        f"{path}/{name}"
+        for name in (MANIFEST, *(split_address(shard.address)[1] for shard in shards))
+    }
+    _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
 
 
-def objects_at(dst: str, overwrite: bool) -> set[str]:
+def _objects_at(dst: str, overwrite: bool) -> set[str]:
     """Return the paths of the objects at an address; raise StoreError if objects exist and must be kept."""
     with errors_as(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
@@ -162,33 +167,6 @@ def objects_at(dst: str, overwrite: bool) -> set[str]:
     return objects
 
 
-def _upload(files: list[Path], dst: str, old: set[str]) -> None:
-    with finished(dst, old) as shards:
-        shards += [put_shard(file, dst, number) for number, file in enumerate(files)]
-
-
-@contextlib.contextmanager
-def finished(dst: str, old: set[str]) -> Iterator[list[RemoteFile]]:
-    """Context manager: a list for the shards that are uploaded, in order; then they replace the old objects.
-
-    On an error the objects that are new are removed.
-    """
-    filesystem, path = open_filesystem(dst)
-    shards: list[RemoteFile] = []
-    try:
-        yield shards
-        write_manifest(dst, shards)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the error matters more than what is left
-            _remove_objects(filesystem, _paths_in(filesystem, path) - old)
-        raise
-    kept = {
-        f"{path}/{name}"
-        for name in (MANIFEST, *(split_address(shard.address)[1] for shard in shards))
-    }
-    _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
-
-
 def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
     return {f"{path}/{name}" for name in names_in(filesystem, path)}
 
@@ -196,10 +174,11 @@ def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
 def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
     """Upload a shard under a new, random name; return what the manifest says of it."""
     name = f"{number:05d}-{secrets.token_hex(4)}{file.suffix}"
-    shard = RemoteFile(
-        join_address(dst, name), file.stat().st_size, digest=digest_of_file(file)
-    )
-    _copy(file, shard)
+    with errors_as(StoreError, f"{dst} cannot be written"):
+        shard = RemoteFile(
+            join_address(dst, name), file.stat().st_size, digest=digest_of_file(file)
+        )
+        _copy(file, shard)
     return shard
 
 

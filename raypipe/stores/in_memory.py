@@ -1,41 +1,55 @@
-"""A store whose values are kept in memory that the node's processes share, from their first read on."""
+"""A store whose samples are in a file of the node's memory, made once by the first process that streams it.
+
+    number of bytes before the table | images, end to end | Arrow's stream of one table: the other columns, and
+                                                            the size of each image
+
+The whole store is copied before the first sample is read, so a limit that it exceeds is found at once.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
-import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
-from raypipe.storage.shared_memory import Arena, open_arena
-from raypipe.stores.arrow_values import array_of, to_arrow
+from raypipe.errors import StoreError
+from raypipe.storage.retries import in_threads, report_progress
+from raypipe.storage.shared_memory import (
+    HEAD_BYTES,
+    open_shared,
+    reserve,
+)
+from raypipe.stores.arrow_values import take
 from raypipe.stores.base import (
     Columns,
     Store,
     check_columns,
     check_indices,
+    forwards,
     hash_of_facts,
+    other_contents,
 )
+from raypipe.stores.joined import JoinedStore
 
 logger = logging.getLogger(__name__)
 
-# First byte of a cell.
-_NULL = b"0"
-_VALUE = b"1"
-_PLAIN = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-_Parts = Sequence[bytes | memoryview]
+_LAYOUT = 1
+_NUM_COPIED = 256  # samples at a time
+_NUM_THREADS = 4  # read a store without groups, such as a folder of images
+_ALIGNED = 64
+# A column of the table besides the store's: bytes of the image, -1 for no value, which then ends before it begins.
+_SIZE = "image.size"
 
 
 class InMemoryStore:
     """The samples of another store, which is read only once per node.
 
-    All other attributes are those of the store. Values other than bytes, text, numbers and arrays of one shape are
-    read from the store each time. The same happens to samples for which there was no room, see
-    `raypipe.storage.shared_memory`.
+    All other attributes are those of the store. Until `hold` is called, and where no images are read, it reads the
+    store itself: a process that only looks at some samples copies nothing.
 
     Args:
         inner: the store; its fingerprint must show its contents.
@@ -43,11 +57,9 @@ class InMemoryStore:
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
-        self._arena: Arena | None = None
-        self._key = ""
-        self._pid = 0
+        self._is_held = False
         self._is_received = False
-        self._is_full = False
+        self._copy: _Copy | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.inner,)
@@ -61,82 +73,47 @@ class InMemoryStore:
     def __len__(self) -> int:
         return len(self.inner)
 
+    def hold(self) -> None:
+        """Read from memory from now on; the next read of images makes the node's copy, if there is none."""
+        self._is_held = True
+
     def close(self) -> None:
         """Release the memory, which is freed when no process uses it, and the store's files."""
-        self._arena = None
-        _kept_arenas.pop(self._key, None)
+        if self._copy:
+            _kept_copies.pop(self._copy.key, None)
+        self._copy = None
         self.inner.close()
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         """Read samples, see `Store.read`; images are views of the shared memory."""
+        if self._copy is None and self._is_held and "image" in columns:
+            self._copy = self._opened()
+        if self._copy is None:
+            return self.inner.read(indices, columns)
         rows = check_indices(indices, len(self), self.inner.address)
-        schema = self.inner.schema
-        check_columns(columns, schema.names, self.inner.address)
-        kept = tuple(name for name in columns if _is_kept(schema.field(name)))
-        if not rows.size or not kept:
-            return self.inner.read(rows, columns)
-        cells = self._filled_cells(rows, kept)
-        images = _bytes_in(cells["image"]) if "image" in cells else None
-        arrays = {
-            name: _decoded(cells[name], schema.field(name).type)
-            for name in kept
-            if name != "image"
-        }
-        not_kept = tuple(name for name in columns if name not in kept)
-        if not_kept:
-            table = self.inner.read(rows, not_kept).table
-            arrays |= dict(zip(table.column_names, table.columns, strict=True))
-        names = [name for name in columns if name != "image"]
-        return Columns(images, pa.table({name: arrays[name] for name in names}))
+        check_columns(columns, self.inner.schema.names, self.inner.address)
+        return self._copy.read(rows, columns)
 
-    def _filled_cells(
-        self, rows: np.ndarray, columns: tuple[str, ...]
-    ) -> dict[str, list[memoryview | None]]:
-        """Return the cells of samples, by column. Samples that are not in memory are read from the store, and kept
-        if there is room."""
-        arena = self._opened()
-        cells = {name: arena.values(self._cells(name, rows)) for name in columns}
-        is_new = np.array([None in row for row in zip(*cells.values(), strict=True)])
-        if not is_new.any():
-            return cells
-        positions = np.flatnonzero(is_new).tolist()
-        read = self.inner.read(rows[is_new], columns)
-        # Images come last, since a sample without room for one of its values is read again.
-        for name in sorted(columns, key=lambda name: name == "image"):
-            values = list(map(_encoded, read[name]))
-            self._keep(arena, self._cells(name, rows[is_new]), values)
-            for position, value in zip(positions, values, strict=True):
-                cells[name][position] = memoryview(b"".join(value))
-        return cells
-
-    def _keep(self, arena: Arena, cells: np.ndarray, values: Sequence[_Parts]) -> None:
-        if self._is_full or arena.write(cells, values):
-            return
-        self._is_full = True
-        logger.warning(
-            "%s: %.1f GB of it are in memory, and there is no room for more: the rest is read from the store each "
-            "time. Raise RAYPIPE_MEMORY_BYTES, or store smaller images (`raypipe convert --short-side`)",
-            *(self.inner.address, arena.used_bytes / 1e9),
-        )
-
-    def _cells(self, column: str, indices: np.ndarray) -> np.ndarray:
-        return self.inner.schema.names.index(column) * len(self) + indices
-
-    def _opened(self) -> Arena:
-        if self._arena and self._pid == os.getpid():
-            return self._arena
+    def _opened(self) -> _Copy:
         inner = self.inner
         written = getattr(inner, "written", "")  # in place, maybe
-        facts = inner.fingerprint, written, tuple(inner.schema.names), len(self)
-        self._key = hash_of_facts(facts)
-        arena = open_arena(self._key, len(self.inner.schema.names) * len(self))
+        names = tuple(inner.schema.names)
+        key = hash_of_facts((_LAYOUT, inner.fingerprint, written, names, len(inner)))
+        copy = _kept_copies.get(key) or _Copy(inner, key)
         if self._is_received:
-            _kept_arenas[self._key] = arena
-        self._arena = arena
-        self._pid = os.getpid()
-        return arena
+            _kept_copies[key] = copy
+        return copy
+
+
+def hold(stores: Iterable[Store]) -> None:
+    """Call `hold` of the stores that are kept in memory; the caller streams them."""
+    for store in stores:
+        if isinstance(store, JoinedStore):
+            hold(store.parts.values())
+        elif isinstance(store, InMemoryStore):
+            store.hold()
 
 
 def _received(inner: Store) -> InMemoryStore:
@@ -146,43 +123,90 @@ def _received(inner: Store) -> InMemoryStore:
     return store
 
 
+class _Copy:
+    """The samples of a store in the node's memory.
+
+    Attributes:
+        key: name of the file.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.key = key
+        self._file = open_shared(key, functools.partial(_write, store))
+        stream = pa.py_buffer(self._file.content[self._file.number :])
+        self._table = pa.ipc.open_stream(stream).read_all()
+        if len(self._table) != len(store):
+            raise StoreError(
+                f"{store.address}: its copy in memory has {len(self._table)} samples, and it has {len(store)}"
+            )
+        sizes = self._table[_SIZE].to_numpy()
+        self._ends = HEAD_BYTES + np.cumsum(np.maximum(sizes, 0))
+        self._starts = self._ends - sizes
+
+    def read(self, rows: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        images: list[bytes | memoryview | None] | None = None
+        if "image" in columns:
+            content = self._file.content
+            places = zip(
+                self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True
+            )
+            images = [
+                content[start:end] if start <= end else None for start, end in places
+            ]
+        names = [name for name in columns if name != "image"]
+        return Columns(
+            images, pa.table({name: take(self._table[name], rows) for name in names})
+        )
+
+
 # A worker's tasks come one after the other, each with a copy of the store. The memory stays in between.
-_kept_arenas: dict[str, Arena] = {}
-os.register_at_fork(after_in_child=_kept_arenas.clear)
+_kept_copies: dict[str, _Copy] = {}
 
 
-def _is_kept(field: pa.Field) -> bool:
-    """Return whether values of a column are kept: bytes, text, numbers, and arrays of one shape."""
-    kind = field.type
-    return field.name == "image" or kind in _PLAIN or array_of(kind) is not None
+def _write(store: Store, file: BinaryIO) -> int:
+    """Write a store into a new file; return where its table begins."""
+    logger.info("%s is copied into memory, %d samples", store.address, len(store))
+    tables = []
+    num_copied = 0
+    num_bytes = 0
+    room = 0
+    for read in _read_whole(store):
+        report_progress()
+        images = read["image"]
+        sizes = [-1 if image is None else len(image) for image in images]
+        table = _typed(read.table, store.schema, sizes)
+        num_copied += len(sizes)
+        num_bytes += sum(sizes) + table.nbytes
+        if num_bytes > room:
+            # estimated from the samples so far
+            room = max(num_bytes, num_bytes * len(store) // num_copied)
+            reserve(file, room, store.address)
+        file.writelines(filter(None, images))
+        tables.append(table)
+    file.write(bytes(-file.tell() % _ALIGNED))
+    start = file.tell()
+    whole = pa.concat_tables(tables).combine_chunks()
+    with pa.ipc.new_stream(pa.PythonFile(file), whole.schema) as writer:
+        writer.write_table(whole)
+    return start
 
 
-def _encoded(value: Any) -> _Parts:
-    """Return a value as bytes, in parts."""
-    if value is None:
-        return (_NULL,)
-    if isinstance(value, bytes | memoryview):
-        return _VALUE, value
-    if isinstance(value, str):
-        return _VALUE, value.encode()
-    return _VALUE, value.tobytes()
+def _read_whole(store: Store) -> Iterator[Columns]:
+    """Yield all columns of a store in stored order."""
+    columns = tuple(store.schema.names)
+    reader = forwards(store)
+    if reader.fingerprint != store.fingerprint:
+        raise other_contents(store.address)
+    num_threads = _NUM_THREADS if store.groups is None else 1
+    for first in range(0, len(store), _NUM_COPIED):
+        rows = np.arange(first, min(first + _NUM_COPIED, len(store)))
+        parts = [part for part in np.array_split(rows, num_threads) if part.size]
+        yield from in_threads(lambda part: reader.read(part, columns), parts)
 
 
-def _bytes_in(cells: Sequence[memoryview | None]) -> list[memoryview | None]:
-    """Return the values in cells, as views; None for no value."""
-    return [cell[1:] if cell and cell[:1] == _VALUE else None for cell in cells]
-
-
-def _decoded(cells: Sequence[memoryview | None], kind: pa.DataType) -> pa.Array:
-    """Return the values of a column."""
-    contents = _bytes_in(cells)
-    numbers = array_of(kind)
-    if numbers is None:
-        return pa.array(contents, pa.binary()).cast(kind)
-    of_element, shape = numbers
-    dtype = np.dtype(of_element.to_pandas_dtype())
-    nothing = bytes(dtype.itemsize * math.prod(shape))
-    is_null = np.array([content is None for content in contents], bool)
-    joined = b"".join(nothing if content is None else content for content in contents)
-    values = np.frombuffer(joined, dtype).reshape(len(contents), *shape)
-    return to_arrow(values, is_null)
+def _typed(table: pa.Table, schema: pa.Schema, sizes: list[int]) -> pa.Table:
+    """Return a table in the types of a store's schema, with the sizes of the images."""
+    columns = {
+        name: table[name].cast(schema.field(name).type) for name in table.column_names
+    }
+    return pa.table(columns | {_SIZE: sizes})

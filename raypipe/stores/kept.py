@@ -1,4 +1,4 @@
-"""What a node keeps of files that take long to list: one process makes it, and all processes of the node map it.
+"""Lists that a node keeps of large files: one process makes each, and all processes of the node map it.
 
 RAYPIPE_CACHE/FOLDER/HASH.arrow   an Arrow stream of one batch, whose schema has other facts as JSON
 """

@@ -11,7 +11,8 @@ Without the extension, opening fetches the whole shard into the cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,24 +89,18 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
     def _open(self) -> _Shards | ForeignShards:
         shards = self._listing
         if shards is None:
-            files = find_lmdbs(self.address)
-            if is_remote(self.address):
-                shards = in_threads(_look_up, files)
-            else:
-                shards = list(map(_open_local, files))
+            shards = in_threads(_open_file, find_lmdbs(self.address))
             if is_remote(self.address):
                 self._listing = shards
         opened = [shard for shard in shards if isinstance(shard, _Shard)]
+        foreign = [shard for shard in shards if isinstance(shard, RemoteFile)]
         target_column, trust_pickles = self._options
         if not opened:
-            return open_foreign(shards, Options(target_column, trust_pickles))
-        if len(opened) < len(shards):
-            foreign = next(
-                shard.address for shard in shards if isinstance(shard, RemoteFile)
-            )
+            return open_foreign(foreign, Options(target_column, trust_pickles))
+        if foreign:
             raise StoreError(
-                f"{foreign} is LMDB from another program, and {opened[0].path} is raypipe's: a store has one "
-                "kind, so put them into two folders"
+                f"{foreign[0].address} is LMDB from another program, and {opened[0].path} is raypipe's: a store "
+                "has one kind, so put them into two folders"
             )
         return _Shards(opened, target_column or "label")
 
@@ -137,14 +132,9 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         or any(name.endswith(".lmdb") for name in names)
     ):
         files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
-        is_folder = {
-            file
-            for file in files
-            if not is_remote(file.address) and Path(file.address).is_dir()
-        }
         return [
             RemoteFile(join_address(file.address, DATA_FILE))
-            if file in is_folder
+            if not is_remote(file.address) and Path(file.address).is_dir()
             else file
             for file in files
         ]
@@ -213,7 +203,7 @@ class _Shards(Shards[_Shard]):
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
                     "all shards of one store must have the same"
                 )
-        self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
+        self._layout = RecordLayout(first.types)
         self.fingerprint = join_fingerprints(
             [shard.metadata.fingerprint for shard in shards]
         )
@@ -222,55 +212,52 @@ class _Shards(Shards[_Shard]):
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         names = dict.fromkeys(self._stored[name] for name in columns)
-        kinds = {name: self._types[name] for name in names}
-        values = {name: _empty(kind, len(indices)) for name, kind in kinds.items()}
+        values = {name: _empty(self._types[name], len(indices)) for name in names}
         is_missing = np.zeros(len(indices), bool)
         for number, positions in by_part(indices, self.offsets):
-            shard = self.shards[number]
-            layout = self._layouts[number]
             keys = indices[positions] - self.offsets[number]
-            file = shard.open()
-            fixed, variable, done = file.records(keys, layout.native(names))
-            if done.any():
-                for name, column in layout.columns(fixed, variable, names).items():
-                    _put(values[name], positions, column)
-            for position, key in zip(
-                positions[~done].tolist(), keys[~done].tolist(), strict=True
-            ):
-                row = self._row(shard, file, key, layout, names)
-                is_missing[position] = not row
-                for name, value in row.items():
-                    values[name][position] = value
+            unread = self._read_into(values, self.shards[number], positions, keys)
+            is_missing[positions] = unread
         images = None
         arrays = {}
         for name in columns:
             stored = self._stored[name]
             if name == "image":
-                images = values[stored]
-            elif isinstance(values[stored], np.ndarray):
+                images = values[stored].tolist()
+            elif values[stored].dtype != object:
                 arrays[name] = to_arrow(values[stored], is_missing)
             else:
-                arrays[name] = arrow_column(kinds[stored], values[stored])
+                arrays[name] = arrow_column(self._types[stored], list(values[stored]))
         return Columns(images, pa.table(arrays))
 
-    @staticmethod
-    def _row(
+    def _read_into(
+        self,
+        values: dict[str, np.ndarray],
         shard: _Shard,
-        file: LMDBFile,
-        key: int,
-        layout: RecordLayout,
-        stored: Collection[str],
-    ) -> dict[str, Any]:
-        """Return the columns of one record; none if it is missing or damaged."""
-        try:
-            record = file.get(KEY.pack(key))
-        except StoreError:
-            return {}  # only this record's place in the file is damaged, so it is one bad sample
-        except OSError as error:
-            raise StoreError(
-                f"{shard.path} cannot be read at key {key}: {error}"
-            ) from error
-        return {} if record is None else layout.unpack(record, stored)
+        positions: np.ndarray,
+        keys: np.ndarray,
+    ) -> np.ndarray:
+        """Read a file's samples into columns; return which of them are missing or damaged, bool (n,)."""
+        file = shard.open()
+        fixed, variable, done = file.records(keys, self._layout.native(values))
+        if done.any():
+            found = self._layout.columns(fixed, variable, values)
+            for name, column in found.items():
+                if not isinstance(column, np.ndarray):
+                    column = np.fromiter(column, object, len(column))
+                values[name][positions] = column
+        are_missing = np.zeros(len(keys), bool)
+        with errors_as(StoreError, f"{shard.path} cannot be read"):
+            for number in np.flatnonzero(~done).tolist():
+                record = None
+                # a damaged place in the file is one bad sample
+                with contextlib.suppress(StoreError):
+                    record = file.get(KEY.pack(int(keys[number])))
+                row = self._layout.unpack(record, values) if record is not None else {}
+                are_missing[number] = not row
+                for name, value in row.items():
+                    values[name][positions[number]] = value
+        return are_missing
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self.offsets, index)
@@ -281,20 +268,11 @@ def _field(name: str, kind: str) -> pa.Field:
     return pa.field(name, arrow_type(kind), nullable=kind not in ("int64", "float64"))
 
 
-def _empty(kind: str, num: int) -> Any:
+def _empty(kind: str, num: int) -> np.ndarray:
     """Return a column without values yet."""
     if kind in ("int64", "float64"):
         return np.zeros(num, kind)
-    return [None] * num
-
-
-def _put(values: Any, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
-    """Write the values of some samples into a column."""
-    if isinstance(values, np.ndarray):
-        values[positions] = column
-        return
-    for position, value in zip(positions.tolist(), column, strict=True):
-        values[position] = value
+    return np.full(num, None, object)
 
 
 def _shard(file: LMDBFile) -> _Shard | None:
@@ -316,11 +294,10 @@ def _shard(file: LMDBFile) -> _Shard | None:
     return _Shard(str(path), file, metadata)
 
 
-def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
-    return _shard(LMDBFile(listed.address)) or listed
-
-
-def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
+def _open_file(listed: RemoteFile) -> _Shard | RemoteFile:
+    """Return a file with its metadata, or only the file if raypipe did not write it."""
+    if not is_remote(listed.address):
+        return _shard(LMDBFile(listed.address)) or listed
     with open_object(listed.address) as (source, current):
         file = listed.checked(current)
         if why_not_compiled():

@@ -46,14 +46,11 @@ _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _NO_PAGE = (1 << 64) - 1  # root of an empty tree
 _META = 8  # flag of a meta page
-# page number, unused, flags, bounds of the free space
-_PAGE_HEADER = struct.Struct("<QHHHH")
-# Magic, version, page size; the main tree's flags, depth, entries and root; last page, transaction number.
-_META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
-_META_BYTES = _PAGE_HEADER.size + _META_BODY.size
+# Page number and its flags; magic, version, page size; the main tree's flags, depth, entries and root; last page,
+# transaction number.
+_META_PAGE = struct.Struct("<Q2xH4xII16xI48xHH24xQQQQ")
 _ENTRY_BYTES = 8 + 2  # in its page, without key and value
-_MIN_PAGE_BYTES = 512
-_MAX_PAGE_BYTES = 32_768  # liblmdb's limits
+_PAGE_SIZES = [1 << bits for bits in range(9, 16)]  # in bytes, by liblmdb's limits
 _MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
 
 _LEAVES_AT_ONCE = 1000  # pages: their entries take about 3 MB
@@ -90,20 +87,28 @@ class Entries(NamedTuple):
     value_sizes: np.ndarray
 
 
-class _Tree(NamedTuple):
-    """The main database, as the newer meta page describes it.
+class _Meta(NamedTuple):
+    """A meta page: what it is, and the main database.
 
     Attributes:
+        number, kind: its own page number and flags.
         page_bytes: bytes in a page.
-        root: number of its first page.
-        depth: levels of pages; 0 = it is empty.
+        flags, depth, num_entries, root: the tree, with levels of pages, 0 = it is empty, and its first page.
         last_page: number of the file's last page.
+        transaction: the newer page has the higher one.
     """
 
+    number: int
+    kind: int
+    magic: int
+    version: int
     page_bytes: int
-    root: int
+    flags: int
     depth: int
+    num_entries: int
+    root: int
     last_page: int
+    transaction: int
 
 
 class _Reader:
@@ -156,9 +161,10 @@ class LMDBFile:
             else:
                 self.num_bytes = source.size()
                 self._pread = source.read_at
-            tree, self.num_entries = self._read_header()
-            self.declared_bytes = (tree.last_page + 1) * tree.page_bytes
-            self._reader = self._open(tree, file)
+            meta = self._read_header()
+            self.num_entries = meta.num_entries
+            self.declared_bytes = (meta.last_page + 1) * meta.page_bytes
+            self._reader = self._open(meta, file)
         except OSError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
         except _DAMAGE as error:
@@ -225,12 +231,12 @@ class LMDBFile:
             f"{self.path} is damaged{where}: {error}; copy or convert it again"
         )
 
-    def _open(self, tree: _Tree, file: int | None) -> _Reader:
+    def _open(self, meta: _Meta, file: int | None) -> _Reader:
         compiled = extension()
-        if not tree.depth:
+        if not meta.depth:
             return _Reader()
         if compiled is not None:
-            return _Compiled(compiled, tree, file, self._pread, self.num_bytes)
+            return _Compiled(compiled, meta, file, self._pread, self.num_bytes)
         assert file is not None, "only the extension reads a file by ranges"
         # The last page need not be full: behind the file's end, zeros are mapped.
         num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -238,50 +244,45 @@ class LMDBFile:
             raise self.truncated()
         return _Library(self.path, file)
 
-    def _read_header(self) -> tuple[_Tree, int]:
-        """Return the tree of the newer of the two meta pages, and its number of entries."""
+    def _read_header(self) -> _Meta:
+        """Return the newer of the two meta pages."""
         first = self._meta(0, 0)
-        page_bytes = first[-1]
         # Both must be intact: falling back to the older page would silently show an earlier state.
-        second = self._meta(1, page_bytes)
-        if second[-1] != page_bytes:
-            raise ValueError(f"its pages have {page_bytes} or {second[-1]} bytes")
-        _, flags, depth, num_entries, root, last_page, _ = max(first, second)
-        if flags:
+        second = self._meta(1, first.page_bytes)
+        if second.page_bytes != first.page_bytes:
             raise ValueError(
-                f"its database has the flags {flags:#x}: duplicate, reversed or integer keys"
+                f"its pages have {first.page_bytes} or {second.page_bytes} bytes"
             )
-        is_empty = root == _NO_PAGE and not depth and not num_entries
-        if not is_empty and not 1 <= depth <= _MAX_DEPTH:
-            raise ValueError(f"its tree has depth {depth}")
-        if num_entries * _ENTRY_BYTES > self.num_bytes:
+        meta = max(first, second, key=lambda meta: meta.transaction)
+        if meta.flags:
             raise ValueError(
-                f"it declares {num_entries} entries in {self.num_bytes} bytes"
+                f"its database has the flags {meta.flags:#x}: duplicate, reversed or integer keys"
             )
-        return _Tree(page_bytes, root, depth, last_page), num_entries
+        is_empty = (meta.root, meta.depth, meta.num_entries) == (_NO_PAGE, 0, 0)
+        if not is_empty and not 1 <= meta.depth <= _MAX_DEPTH:
+            raise ValueError(f"its tree has depth {meta.depth}")
+        if meta.num_entries * _ENTRY_BYTES > self.num_bytes:
+            raise ValueError(
+                f"it declares {meta.num_entries} entries in {self.num_bytes} bytes"
+            )
+        return meta
 
-    def _meta(self, number: int, start: int) -> tuple[int, ...]:
-        """Return transaction number; the main tree's flags, depth, entries and root; last page; page size."""
-        page = self._pread(_META_BYTES, start)
-        if len(page) < _META_BYTES:
+    def _meta(self, number: int, start: int) -> _Meta:
+        content = self._pread(_META_PAGE.size, start)
+        if len(content) < _META_PAGE.size:
             raise ValueError(f"it ends within meta page {number}")
-        page_number, _, flags, *_ = _PAGE_HEADER.unpack_from(page)
-        magic, version, page_bytes, *tree, last_page, transaction = (
-            _META_BODY.unpack_from(page, _PAGE_HEADER.size)
-        )
-        if magic != _MAGIC or page_number != number or flags != _META:
+        meta = _Meta._make(_META_PAGE.unpack(content))
+        if (meta.number, meta.kind, meta.magic) != (number, _META, _MAGIC):
             raise ValueError(
                 f"page {number} is not a meta page of 64-bit little-endian LMDB"
             )
-        if version != _VERSION:
+        if meta.version != _VERSION:
             raise ValueError(
-                f"its data version is {version}; this raypipe reads version {_VERSION}"
+                f"its data version is {meta.version}; this raypipe reads version {_VERSION}"
             )
-        if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (
-            page_bytes - 1
-        ):
-            raise ValueError(f"its pages have {page_bytes} bytes")
-        return transaction, *tree, last_page, page_bytes
+        if meta.page_bytes not in _PAGE_SIZES:
+            raise ValueError(f"its pages have {meta.page_bytes} bytes")
+        return meta
 
 
 class _Compiled(_Reader):
@@ -290,13 +291,14 @@ class _Compiled(_Reader):
     def __init__(
         self,
         compiled: ModuleType,
-        tree: _Tree,
+        meta: _Meta,
         file: int | None,
         pread: object,
         num_bytes: int,
     ) -> None:
         self._compiled = compiled
         source = (-1, pread) if file is None else (file, None)
+        tree = meta.page_bytes, meta.root, meta.depth, meta.last_page
         self._tree = compiled.open(*source, num_bytes, *tree)
 
     def get(self, key: bytes) -> bytes | None:

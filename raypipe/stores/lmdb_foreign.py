@@ -6,9 +6,10 @@ the labels are text; and `key`. A value that is damaged, or cannot be parsed, is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
-from raypipe.storage.filesystem import is_remote
+from raypipe.storage.filesystem import errors_as, is_remote
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.base import (
     Columns,
@@ -29,8 +30,10 @@ from raypipe.stores.base import (
     missing,
     part_of,
 )
+from raypipe.stores.class_folders import BY_FOLDER
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards
 from raypipe.stores.lmdb_listing import Listing, Options, listing_of
+from raypipe.stores.lmdb_values import ValueLayout
 from raypipe.stores.record import arrow_type
 
 DATA_FILE = "data.mdb"
@@ -64,16 +67,7 @@ def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards
 def _open(listed: RemoteFile, options: Options) -> _Shard:
     address = listed.address
     where = address.removesuffix(f"/{DATA_FILE}")
-    if options.target_column.endswith(_LIST_SUFFIXES) or not options.target_column:
-        list_file = options.target_column
-        if list_file and not is_remote(list_file):
-            # an absolute path stays as it is
-            list_file = str(Path(where).parent / list_file)
-    else:
-        list_file = _list_beside(where)
-    options = replace(
-        options, list_file="" if options.target_column == "folder" else list_file
-    )
+    options = replace(options, list_file=_list_of(where, options.target_column))
     if is_remote(address):
         file: LMDBFile = shared_cache().get(listed, LMDBFile)
         return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
@@ -81,18 +75,23 @@ def _open(listed: RemoteFile, options: Options) -> _Shard:
     return _Shard(where, file, listing_of(file, where, file.written, options))
 
 
-def _list_beside(where: str) -> str:
-    """Return the list of keys and labels next to a local LMDB: `labels.txt` in its folder, or `NAME.txt`."""
+def _list_of(where: str, target_column: str) -> str:
+    """Return the list of keys and labels that is named, or is next to a local LMDB; empty if there is none."""
+    path = Path(where)
+    if target_column in ("", BY_FOLDER):
+        return ""
+    if target_column.endswith(_LIST_SUFFIXES):
+        # an absolute path stays as it is
+        is_address = is_remote(target_column)
+        return target_column if is_address else str(path.parent / target_column)
     if is_remote(where):
         return ""
-    path = Path(where)
     if path.suffix in (".lmdb", ".mdb"):
         beside = path.with_suffix(".txt")
     else:
         beside = path.with_name(f"{path.name}.txt")
-    return next(
-        (str(file) for file in (path / _LIST_INSIDE, beside) if file.is_file()), ""
-    )
+    lists = (path / _LIST_INSIDE, beside)
+    return next((str(file) for file in lists if file.is_file()), "")
 
 
 class ForeignShards(Shards[_Shard]):
@@ -109,13 +108,13 @@ class ForeignShards(Shards[_Shard]):
                     f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
-        self.classes, self._labels = _labels_of(shards)
-        label_type = "int64" if self._labels[0] is not None else first.label_type
+        self.classes, labels = _labels_of(shards)
+        self._labels = _joined(labels)
+        label_type = "int64" if self._labels is not None else first.label_type
         self._is_scene_text = first.layout == "scene-text"
-        self._label_type = "" if label_type == "string" else label_type
         fields = {"image": pa.binary()}
-        if self._label_type:
-            fields["label"] = _arrow_type(self._label_type)
+        if label_type not in ("", "string"):
+            fields["label"] = _arrow_type(label_type)
         if self._is_scene_text or label_type == "string":
             fields["text"] = pa.string()
         fields["key"] = pa.string()
@@ -131,57 +130,51 @@ class ForeignShards(Shards[_Shard]):
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         values: dict[str, Any] = {name: [None] * len(indices) for name in columns}
-        stored = set(columns)
-        if "label" in values and self._labels[0] is not None:  # no value is read for it
-            values["label"] = np.empty(len(indices), np.int64)
-            stored.discard("label")
-        for number, positions in by_part(indices, self.offsets):
-            rows = indices[positions] - self.offsets[number]
-            labels = self._labels[number]
-            if labels is not None and "label" in values:
-                values["label"][positions] = labels[rows]
-            if stored:
-                self._read_into(values, self.shards[number], positions, rows, stored)
+        by_value = set(columns)
+        if "label" in columns and self._labels is not None:
+            values["label"] = self._labels[indices]
+            by_value.remove("label")
+        for number, positions in by_part(indices, self.offsets) if by_value else ():
+            shard = self.shards[number]
+            file = shard.open()
+            rows = pa.array(indices[positions] - self.offsets[number])
+            keys = shard.listing.keys.take(rows).to_pylist()
+            with errors_as(StoreError, f"{shard.path} cannot be read"):
+                for position, key in zip(positions.tolist(), keys, strict=True):
+                    # a damaged value, or place in the file, is a bad sample
+                    with contextlib.suppress(StoreError, ValueError):
+                        sample = self._sample(file, shard.listing.value, key, by_value)
+                        for name in by_value:
+                            values[name][position] = sample.get(name)
         images = values.pop("image", None)
-        if "label" in stored:
-            values["label"] = _labels_as(
-                self.schema.field("label").type, values["label"]
-            )
+        if "label" in by_value:
+            label_type = self.schema.field("label").type
+            values["label"] = _labels_as(label_type, values["label"])
         fields = [self.schema.field(name) for name in values]
         return Columns(images, pa.table(values, schema=pa.schema(fields)))
 
-    def _read_into(
+    def _sample(
         self,
-        values: dict[str, Any],
-        shard: _Shard,
-        positions: np.ndarray,
-        rows: np.ndarray,
-        stored: set[str],
-    ) -> None:
-        file = shard.open()
-        value = shard.listing.value
-        keys = shard.listing.keys.take(pa.array(rows)).to_pylist()
-        for position, key in zip(positions.tolist(), keys, strict=True):
-            try:
-                content = None
-                if stored != {"key"}:
-                    content = file.get(key)
-                    if content is None:
-                        continue  # keys around it are damaged: a bad sample
-                sample: dict[str, Any] = {"image": content, "key": as_text(key)}
-                if value is not None and content is not None:
-                    sample["image"], label = value.read(content)
-                    sample["label"] = label
-                    sample["text"] = label if isinstance(label, str) else None
-                if self._is_scene_text and "text" in stored:
-                    text = file.get(b"label-" + key.removeprefix(b"image-"))
-                    sample["text"] = None if text is None else as_text(bytes(text))
-            except OSError as error:
-                raise StoreError(f"{shard.path} cannot be read: {error}") from error
-            except (StoreError, ValueError):
-                continue  # this sample's place in the file, or its value, is damaged: a bad sample
-            for name in stored:
-                values[name][position] = sample.get(name)
+        file: LMDBFile,
+        value: ValueLayout | None,
+        key: bytes,
+        columns: Collection[str],
+    ) -> dict[str, Any]:
+        """Return columns of a sample; none if keys around it are damaged."""
+        sample: dict[str, Any] = {"key": as_text(key)}
+        if columns == {"key"}:
+            return sample
+        content = file.get(key)
+        if content is None:
+            return {}
+        sample["image"] = content
+        if value is not None:
+            sample["image"], label = value.read(content)
+            sample["text" if isinstance(label, str) else "label"] = label
+        if self._is_scene_text and "text" in columns:
+            text = file.get(b"label-" + key.removeprefix(b"image-"))
+            sample["text"] = None if text is None else as_text(bytes(text))
+        return sample
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys of samples."""
@@ -217,6 +210,14 @@ def _labels_of(
                 np.full(size, number) for number, size in enumerate(sizes)
             ]
     return None, [listing.labels for listing in listings]
+
+
+def _joined(labels: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the labels of all files, if they are known without reading values."""
+    known = [of_file for of_file in labels if of_file is not None]
+    if len(known) == 1:  # a mapped file stays one
+        return known[0]
+    return np.concatenate(known) if known else None
 
 
 def _renumbered(listing: Listing, classes: tuple[str, ...]) -> np.ndarray | None:

@@ -168,17 +168,8 @@ def _read(content: pa.Buffer) -> Listing:
 
 
 def _list(file: LMDBFile, where: str, options: Options) -> Listing:
-    if file.num_entries >= _LARGE:
-        logger.info(
-            "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
-        )
     is_text = _is_scene_text(file)
-    keys, value_sizes = _walk(file, is_text)
-    if not len(keys):
-        raise StoreError(
-            f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
-        )
-    digest = hashlib.blake2b(_hash_of(keys, value_sizes), digest_size=16)
+    keys, value_sizes = _walk(file, where, is_text)
     samples = list(_some(file, keys, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, samples)
     value: ValueLayout | None = None
@@ -192,16 +183,19 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     else:
         value, label_type = _value_layout(where, layout, samples, options.target_column)
         order = _order_of_values(file, where, layout, keys)
-    digest.update(repr((layout, value, label_type, labels.classes)).encode())
+    facts = [
+        _hash_of(keys, value_sizes),
+        repr((layout, value, label_type, labels.classes)).encode(),
+    ]
     numbers = labels.numbers
     if numbers is not None:
-        digest.update(numbers.tobytes())
+        facts.append(numbers.tobytes())
     if not np.array_equal(order, np.arange(len(keys))):
-        digest.update(order.tobytes())
+        facts.append(order.tobytes())
         keys = keys.take(pa.array(order))
         numbers = None if numbers is None else numbers[order]
-    for _, content in _some(file, keys, _NUM_HASHED):
-        digest.update(content)
+    contents = (content for _, content in _some(file, keys, _NUM_HASHED))
+    digest = hashlib.blake2b(b"".join((*facts, *contents)), digest_size=16)
     return Listing(
         layout, keys, numbers, value, label_type, labels.classes, digest.hexdigest()
     )
@@ -224,8 +218,14 @@ def _order_of_values(
     )
 
 
-def _walk(file: LMDBFile, is_text: bool) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+def _walk(
+    file: LMDBFile, where: str, is_text: bool
+) -> tuple[pa.LargeBinaryArray, np.ndarray]:
     """Return the keys of all samples, in the order of the file, and the lengths of their values."""
+    if file.num_entries >= _LARGE:
+        logger.info(
+            "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
+        )
     bounds = _scene_text_bounds(file) if is_text else None
     keys = [pa.array([], pa.large_binary())]
     value_sizes = [np.empty(0, np.int64)]
@@ -240,6 +240,10 @@ def _walk(file: LMDBFile, is_text: bool) -> tuple[pa.LargeBinaryArray, np.ndarra
             )
         keys.append(entries.keys.filter(are_samples))
         value_sizes.append(entries.value_sizes[are_samples.to_numpy(False)])
+    if not any(map(len, keys)):
+        raise StoreError(
+            f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
+        )
     return pa.concat_arrays(keys), np.concatenate(value_sizes)
 
 

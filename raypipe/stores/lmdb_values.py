@@ -195,9 +195,9 @@ class ValueLayout:
 
     def read(self, value: memoryview) -> tuple[bytes | memoryview | None, Any]:
         """Return the encoded image, None if it is missing, and the label; raise ValueError for damage."""
-        parts = READERS[self.kind](value)
-        label = None if self.label is None else plain_label(_part(parts, self.label))
-        return encoded(_part(parts, self.image)), label
+        parts = _parts_of(READERS[self.kind](value))
+        label = None if self.label is None else plain_label(parts.get(self.label))
+        return encoded(parts.get(self.image)), label
 
 
 def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
@@ -206,46 +206,34 @@ def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
     Args:
         target: name of the label in a dict; "label" = any usual name.
     """
-    parts = READERS[kind](value)
-    names = _names_of(parts)
-    images = [name for name in names if _is_image(_part(parts, name))]
+    parts = _parts_of(READERS[kind](value))
+    images = [name for name, part in parts.items() if _is_image(part)]
     if not images:
         shown = ", ".join(
-            f"{name}: {type(_part(parts, name)).__name__}" for name in names
+            f"{name}: {type(part).__name__}" for name, part in parts.items()
         )
         raise ValueError(f"it has no image ({shown:.200})")
     image = images[0]
     if isinstance(image, str):
         wanted = _LABELS if target == "label" else (target,)
         return ValueLayout(
-            kind, image, next((name for name in wanted if name in names), None)
+            kind, image, next((name for name in wanted if name in parts), None)
         )
-    others = [name for name in names if name not in images]
+    others = [name for name in parts if name not in images]
     return ValueLayout(kind, image, others[0] if others else None)
 
 
-def _names_of(parts: Any) -> list[Part]:
-    if isinstance(parts, Mapping) and b"nd" not in parts:
-        return [_text(name) for name in parts]
-    if isinstance(parts, list | tuple):
-        return list(range(len(parts)))
-    return [-1]
-
-
-def _part(parts: Any, name: Part) -> Any:
-    if name == -1:
-        part = parts
-    elif isinstance(name, int):
-        if not isinstance(parts, list | tuple) or len(parts) <= name:
-            raise ValueError(f"it has no part {name}")
-        part = parts[name]
-    else:
-        if not isinstance(parts, Mapping):
-            raise ValueError(f"it is a {type(parts).__name__}, not a dict")
-        part = parts[name] if name in parts else parts.get(name.encode())
-    if isinstance(part, Mapping) and b"nd" in part:
-        return _array_of(part)
-    return part
+def _parts_of(value: Any) -> dict[Part, Any]:
+    """Return the parts of a value by their places, with arrays as numpy's."""
+    parts: dict[Part, Any] = {-1: value}
+    if isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    elif isinstance(value, Mapping) and b"nd" not in value:
+        parts = {_text(name): part for name, part in value.items()}
+    for name, part in parts.items():
+        if isinstance(part, Mapping) and b"nd" in part:
+            parts[name] = _array_of(part)
+    return parts
 
 
 def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:

@@ -73,6 +73,7 @@ def check_column_types(types: Mapping[str, str]) -> None:
         )
 
 
+@functools.cache
 def numpy_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     """Return dtype and shape of a column of arrays; None for any other type."""
     match = _ARRAY.fullmatch(kind)

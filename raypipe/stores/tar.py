@@ -13,7 +13,6 @@ import io
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore
 from raypipe.stores.class_folders import tell_left_out
 from raypipe.stores.kept import kept, path_of
-from raypipe.stores.tar_index import VERSION, Indexes, pack, unpack, version_of
+from raypipe.stores.tar_index import VERSION, Archive, Indexes, pack, unpack
 from raypipe.stores.tar_jumps import Jumps
-from raypipe.stores.tar_samples import GROUP_BYTES, Archive, TarSamples
+from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
 from raypipe.stores.webdataset import Scan
 
@@ -121,15 +120,16 @@ class TarStore(FileStore[TarSamples]):
 
     def scans(self, archives: Sequence[Archive]) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""
-        options = self._options[:2]
-        indexes = Indexes(options, self._run_folder)
-        paths = [_kept_path(archive, options) for archive in archives]
-        missing = [
-            version_of(archive.file)[0]
-            for archive, path in zip(archives, paths, strict=True)
-            if not (path and path.exists()) and not indexes.are_of(archive.name)
-        ]
-        if is_remote(self.address) and max(missing, default=0) > GROUP_BYTES:
+        indexes = Indexes(self._options[:2], self._run_folder)
+        paths = [self._kept_path(archive) for archive in archives]
+        missing: list[int] = []
+        if is_remote(self.address):
+            missing = [
+                archive.num_bytes
+                for archive, path in zip(archives, paths, strict=True)
+                if not (path and path.exists()) and not indexes.are_of(archive.name)
+            ]
+        if max(missing, default=0) > GROUP_BYTES:
             logger.info(
                 "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing), sum(missing) / 1e9),
@@ -137,27 +137,31 @@ class TarStore(FileStore[TarSamples]):
 
         def scan(number: int) -> Scan:
             archive = archives[number]
+            if paths[number] is None and isinstance(archive.file, OpenFile):
+                return _scan(archive, *self._options[:2])
             return kept(
                 paths[number],
-                lambda content: unpack(content, archive.file),
-                lambda: (
-                    indexes.find(archive.name, archive.file) or _scan(archive, *options)
-                ),
-                lambda scan: pack(archive.file, scan),
+                lambda content: unpack(content, archive),
+                lambda: indexes.find(archive) or _scan(archive, *self._options[:2]),
+                lambda scan: pack(archive, scan),
             )
 
-        numbers = range(len(archives))
-        scans = in_threads(scan, numbers, _NUM_FETCHES if missing else NUM_REQUESTS)
-        if not is_remote(self.address):
-            return scans
-        if not self._identity:  # this process opened the store first
-            in_threads(
-                lambda n: indexes.keep_in_run(
-                    archives[n].name, archives[n].file, scans[n]
-                ),
-                numbers,
-            )
+        are_read = is_remote(self.address) and not missing
+        num_threads = NUM_REQUESTS if are_read else _NUM_FETCHES
+        scans = in_threads(scan, range(len(archives)), num_threads)
+        if is_remote(self.address) and not self._identity:
+            # this process opened the store first
+            pairs = zip(archives, scans, strict=True)
+            in_threads(lambda pair: indexes.keep_in_run(*pair), pairs)
         return scans
+
+    def _kept_path(self, archive: Archive) -> Path | None:
+        """Return where this node keeps a tar's scan; None for a small local one, or without a cache."""
+        file = archive.file
+        if isinstance(file, OpenFile) and archive.num_bytes < _SMALL_BYTES:
+            return None
+        facts = archive.name, type(file).__name__, file.written, self._options[:2]
+        return path_of("scans", *facts, VERSION)
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -172,13 +176,10 @@ class TarStore(FileStore[TarSamples]):
         scans = self.scans(archives)
         indexes = Indexes(self._options[:2])
 
-        def write(number: int) -> str:
-            archive = archives[number]
-            return indexes.keep_beside(archive.name, archive.file, scans[number])
-
-        written = in_threads(write, range(len(archives)))
+        pairs = zip(archives, scans, strict=True)
+        written = in_threads(lambda pair: indexes.keep_beside(*pair), pairs)
         folders = sorted({address.rpartition("/")[0] for address in written})
-        num_bytes = sum(version_of(archive.file)[0] for archive in archives)
+        num_bytes = sum(archive.num_bytes for archive in archives)
         return {
             "tars": len(archives),
             "bytes": num_bytes,
@@ -208,9 +209,7 @@ def list_tars(address: str) -> list[RemoteFile]:
 def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
     """Say in one line what compressed tars cost."""
     sizes = [
-        version_of(archive.file)[0]
-        for archive in archives
-        if isinstance(archive.file, Unpacked)
+        archive.num_bytes for archive in archives if isinstance(archive.file, Unpacked)
     ]
     logger.warning(
         "%s: %d compressed tars of %.1f GB cannot be entered: each is unpacked whole into the node's cache before "
@@ -240,20 +239,6 @@ def _find(listed: RemoteFile) -> Archive:
             RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
         ),
     )
-
-
-def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:
-    """Return where this node keeps a tar's scan; None for a small local one, or without a cache."""
-    file = archive.file
-    if isinstance(file, RemoteFile):
-        version: tuple[Any, ...] = astuple(file)
-    elif isinstance(file, Unpacked):
-        version = ("unpacked", *astuple(file.file))
-    elif version_of(file)[0] < _SMALL_BYTES:
-        return None
-    else:
-        version = archive.name, *file.written
-    return path_of("scans", version, tuple(options), VERSION)
 
 
 def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:

@@ -16,6 +16,7 @@ import logging
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,16 +50,25 @@ _MAX_BYTES = 1 << 30  # an index of 14 million samples
 _TEXTS = pa.large_list(pa.large_binary())
 _PAIRS = pa.large_list(pa.int64())
 
-File = OpenFile | RemoteFile | Unpacked
 
+@dataclass(frozen=True)
+class Archive:
+    """A tar. A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
 
-def version_of(file: File) -> tuple[int, str]:
-    """Return size and version of a tar, which are different for different contents."""
-    if isinstance(file, OpenFile):
-        status = os.fstat(file.descriptor)
-        return status.st_size, str(status.st_mtime_ns)
-    stored = file.file if isinstance(file, Unpacked) else file
-    return stored.num_bytes, stored.version
+    name: str
+    file: OpenFile | RemoteFile | Unpacked
+
+    @property
+    def version(self) -> tuple[int, str]:
+        """Return the tar's size and version, which are different for different contents."""
+        if isinstance(self.file, OpenFile):
+            status = os.fstat(self.file.descriptor)
+            return status.st_size, str(status.st_mtime_ns)
+        return self.file.written
+
+    @property
+    def num_bytes(self) -> int:
+        return self.version[0]
 
 
 class Indexes:
@@ -79,13 +89,13 @@ class Indexes:
         addresses = map(split_address, self._addresses(name))
         return any(index in self._names_in(folder) for folder, index in addresses)
 
-    def find(self, name: str, file: File) -> Scan | None:
+    def find(self, tar: Archive) -> Scan | None:
         """Return the scan of a tar; None if there is no index of it as it is now."""
-        for address in self._addresses(name):
+        for address in self._addresses(tar.name):
             folder, file_name = split_address(address)
             if file_name in self._names_in(folder):
                 try:
-                    return _read(address, file)
+                    return _read(address, tar)
                 except _OutdatedError as error:
                     logger.warning(
                         "%s: %s; the tar is scanned. `raypipe index` renews the index",
@@ -93,17 +103,17 @@ class Indexes:
                     )
         return None
 
-    def keep_beside(self, name: str, file: File, scan: Scan) -> str:
+    def keep_beside(self, tar: Archive, scan: Scan) -> str:
         """Write the index of a tar next to it, and return its address."""
-        address = self._addresses(name)[0]
-        _write(address, file, scan)
+        address = self._addresses(tar.name)[0]
+        _write(address, tar, scan)
         return address
 
-    def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
+    def keep_in_run(self, tar: Archive, scan: Scan) -> None:
         """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
-        if self._run_folder and not self.are_of(name):
+        if self._run_folder and not self.are_of(tar.name):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
-                _write(self._addresses(name)[-1], file, scan)
+                _write(self._addresses(tar.name)[-1], tar, scan)
 
     def _addresses(self, name: str) -> list[str]:
         folder, tar = split_address(name)
@@ -129,13 +139,13 @@ class _OutdatedError(Exception):
     """An index that cannot be used: its address, and why."""
 
 
-def _write(address: str, file: File, scan: Scan) -> None:
+def _write(address: str, tar: Archive, scan: Scan) -> None:
     if not is_remote(address):
         Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
-    write_bytes(address, gzip.compress(pack(file, scan)))
+    write_bytes(address, gzip.compress(pack(tar, scan), 6, mtime=0))
 
 
-def _read(address: str, file: File) -> Scan:
+def _read(address: str, tar: Archive) -> Scan:
     try:
         with (
             open_input(*open_filesystem(address)) as source,
@@ -144,7 +154,7 @@ def _read(address: str, file: File) -> Scan:
             content = stream.read_buffer(_MAX_BYTES)
         for _ in check_batches(address, pa.BufferReader(content)):
             pass
-        return unpack(content, file)
+        return unpack(content, tar)
     except FileNotFoundError:
         raise _OutdatedError(address, "it was removed meanwhile") from None
     except (*UNUSABLE, StoreError, struct.error) as error:
@@ -173,11 +183,11 @@ _ABOUT = {
 }
 
 
-def pack(file: File, scan: Scan) -> bytes:
+def pack(tar: Archive, scan: Scan) -> bytes:
     """Return a scan as a stream of one row, in which each array is a list."""
     texts = scan["texts"]
     places = scan["places"]
-    names = {"texts": list(texts), "places": list(places), "tar": version_of(file)}
+    names = {"texts": list(texts), "places": list(places), "tar": tar.version}
     flat = [pa.array(pairs.reshape(-1)) for pairs in places.values()]
     lists = {
         str(number): pa.LargeListArray.from_arrays([0, len(values)], values)
@@ -186,11 +196,10 @@ def pack(file: File, scan: Scan) -> bytes:
     return packed(lists, {**scan, **names})
 
 
-def unpack(content: pa.Buffer, file: File) -> Scan:
+def unpack(content: pa.Buffer, tar: Archive) -> Scan:
     """Return the scan of a tar, whose numbers are checked; raise one of `UNUSABLE` for another tar, or damage."""
     batch, facts = unpacked(content)
-    num_bytes, version = version_of(file)
-    if facts["tar"] != [num_bytes, version]:
+    if facts["tar"] != list(tar.version):
         raise ValueError("it belongs to another version of the tar")
     kinds = [_TEXTS] * len(facts["texts"]) + [_PAIRS] * len(facts["places"])
     _require(batch.schema.types == kinds and batch.num_rows == 1, "columns")
@@ -203,7 +212,7 @@ def unpack(content: pa.Buffer, file: File) -> Scan:
         },
     }
     # Places in a compressed tar are those of its content, whose size is not known yet.
-    _check(scan, 1 << 62 if isinstance(file, Unpacked) else num_bytes)
+    _check(scan, 1 << 62 if isinstance(tar.file, Unpacked) else tar.num_bytes)
     return scan
 
 

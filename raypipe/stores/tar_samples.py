@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -26,10 +25,9 @@ from raypipe.stores.base import (
     join_fingerprints,
     part_of,
 )
-from raypipe.stores.class_folders import LeftOut
-from raypipe.stores.class_tar import have_class_folders, index_files
-from raypipe.stores.tar_index import File
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, as_names, index_samples
+from raypipe.stores.class_tar import index_tars
+from raypipe.stores.tar_index import Archive
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, as_names
 
 GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
@@ -40,14 +38,6 @@ _NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is al
 
 
 Reader = OpenFile | ByteRangesReader
-
-
-@dataclass(frozen=True)
-class Archive:
-    """A tar. A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
-
-    name: str
-    file: File
 
 
 class TarSamples:
@@ -63,19 +53,14 @@ class TarSamples:
         self._archives = archives
         self._sparse = [scan["sparse"] for scan in scans]
         names = [archive.name for archive in archives]
-        if have_class_folders(names, scans):
-            indexed = index_files(names, scans, target_column)
-        else:
-            indexed = index_samples(names, scans)
+        indexed = index_tars(names, scans, target_column)
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
         self._index = {
             name.encode("utf-8", "backslashreplace").decode(): places
             for name, places in indexed.columns.items()
         }
         self.classes = indexed.classes
-        left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
-        left_out += indexed.left_out
-        self.told = left_out, *indexed.told
+        self.told = indexed.left_out, *indexed.told
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
@@ -132,8 +117,11 @@ class TarSamples:
                 tar = reader, self._archives[shard].name, self._sparse[shard]
                 for name in placed:
                     places = self._index[name][indices[positions]].tolist()
-                    for position, place in zip(positions.tolist(), places, strict=True):
-                        contents[name][position] = _content(*tar, *place)
+                    for position, (start, num_bytes) in zip(
+                        positions.tolist(), places, strict=True
+                    ):
+                        content = _content(*tar, start, num_bytes)
+                        contents[name][position] = content
         arrays: dict[str, pa.Array] = {}
         for name in columns:
             kind = self.schema.field(name).type

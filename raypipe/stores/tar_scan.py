@@ -17,14 +17,12 @@ from raypipe.errors import StoreError
 from raypipe.stores.class_folders import BY_FOLDER, LeftOut, suffix_of
 from raypipe.stores.class_tar import Member, find_files
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
-from raypipe.stores.webdataset import Place, Read, Scan, find_samples
+from raypipe.stores.webdataset import MISSING, Place, Read, Scan, find_samples
 
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
 
-MISSING: Place = (-1, -1, 0.0)
-"""The place of a link that leads to no member."""
 _KINDS = {
     tarfile.FIFOTYPE: "a FIFO",
     tarfile.CHRTYPE: "a device",

@@ -43,6 +43,9 @@ _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
+MISSING: Place = (-1, -1, 0.0)
+"""The place of no member."""
+
 Read = Callable[[int, int], bytes]
 """Function that returns bytes of a tar: their number, offset → bytes, fewer at the end."""
 
@@ -63,7 +66,7 @@ class Indexed(NamedTuple):
         classes: class names of class folders; None = they have none.
         nums: samples of each tar.
         keys: the keys or paths of each tar's samples, see `as_texts`.
-        left_out: members outside of the samples, beyond those that the scans count.
+        left_out: members outside of the samples.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
         told: what `check_classes` returns.
     """
@@ -301,12 +304,14 @@ def _places(
     samples: Sequence[_Sample], images: Sequence[str | None], columns: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """Return position and num_bytes of the members of each column, as `find_samples` does."""
-    places: dict[str, list[tuple[int, int]]] = {suffix: [] for suffix in ("", *columns)}
-    for (_, members), image in zip(samples, images, strict=True):
-        for suffix, pairs in places.items():
-            start, num_bytes, _ = members.get(suffix or image or "", (-1, -1, 0.0))
-            pairs.append((start, num_bytes))
-    return {suffix: np.array(pairs, np.int64) for suffix, pairs in places.items()}
+    places: dict[str, np.ndarray] = {}
+    for column in ("", *columns):
+        pairs = [
+            members.get(column or image or "", MISSING)[:2]
+            for (_, members), image in zip(samples, images, strict=True)
+        ]
+        places[column] = np.array(pairs, np.int64)
+    return places
 
 
 def _unused(
@@ -401,18 +406,18 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
         raise StoreError(
             f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
         )
-    left_out = LeftOut()
+    left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
     columns: dict[str, np.ndarray] = {}
     every = [scan["places"] for scan in scans]
     for suffix in dict.fromkeys(itertools.chain(*every)):
-        having = [num for num, of in zip(nums, every, strict=True) if suffix in of]
-        if len(having) < len(scans) and suffix not in TEXT_SUFFIXES:
-            left_out[f".{suffix}"] += sum(having)
+        lacking = [suffix not in places for places in every]
+        if any(lacking) and suffix not in TEXT_SUFFIXES:
+            left_out[f".{suffix}"] += sum(np.where(lacking, 0, nums).tolist())
             continue
         columns[suffix or "image"] = np.concatenate(
             [
-                of.get(suffix, np.full((num, 2), -1))
-                for num, of in zip(nums, every, strict=True)
+                places.get(suffix, np.full((num, 2), -1))
+                for num, places in zip(nums, every, strict=True)
             ]
         )
         if not suffix and labelled[0]:

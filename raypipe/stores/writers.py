@@ -60,7 +60,7 @@ class FileWriter(ABC):
         self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
         self._classes = None if classes is None else tuple(classes)
         self._fingerprint = Fingerprint(self._layout.types, self._classes)
-        self._batch: list[tuple[ColumnValues, bytes]] = []
+        self._batch: list[bytes] = []
         self._num_bytes = self._count = 0
 
     @property
@@ -80,9 +80,12 @@ class FileWriter(ABC):
 
     def append(self, sample: ColumnValues) -> None:
         """Add one sample with exactly the declared columns; binary and string values may be None."""
-        record = self._layout.pack(sample)
+        self.append_record(self._layout.pack(sample))
+
+    def append_record(self, record: bytes) -> None:
+        """Add one sample by its record, see `raypipe.stores.record`."""
         self._fingerprint.add(record)
-        self._batch.append((dict(sample), record))
+        self._batch.append(record)
         self._num_bytes += len(record)
         if self._is_full():
             with self._explained("written"):
@@ -123,8 +126,8 @@ class FileWriter(ABC):
         """Open the file, which exists and is empty."""
 
     @abstractmethod
-    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
-        """Add samples, each with its record, after the first `_count`."""
+    def _write(self, batch: Sequence[bytes]) -> None:
+        """Add records after the first `_count`."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -151,11 +154,11 @@ class LMDBWriter(FileWriter):
             map_size=_FIRST_MAP_BYTES,
         )
 
-    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
+    def _write(self, batch: Sequence[bytes]) -> None:
         self._put(
             [
                 (KEY.pack(number), record)
-                for number, (_, record) in enumerate(batch, self._count)
+                for number, record in enumerate(batch, self._count)
             ]
         )
 
@@ -243,10 +246,11 @@ class ParquetWriter(FileWriter):
             write_statistics=small,
         )
 
-    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
+    def _write(self, batch: Sequence[bytes]) -> None:
+        names = self._schema.names
+        samples = [self._layout.unpack(memoryview(record), names) for record in batch]
         columns = {
-            name: [_listed(sample[name]) for sample, _ in batch]
-            for name in self._schema.names
+            name: [_listed(sample.get(name)) for sample in samples] for name in names
         }
         self._writer.write_table(pa.table(columns, schema=self._schema))
 

@@ -125,6 +125,8 @@ def loader(
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
+    if spec.resident is not None:
+        rank, world_size = spec.resident.share(rank, world_size)
     spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, in_train)
@@ -132,9 +134,7 @@ def loader(
     digest_log = None
     if log_digest:
         record = settings_record(spec, augmented, dtype)
-        digest_log = DigestLog.of(
-            run.folder, spec.plan, record, rank, world_size, device
-        )
+        digest_log = DigestLog(run.folder, spec.plan, record, rank, world_size, device)
     try:
         start = _start_of(
             cursor,
@@ -228,6 +228,8 @@ def _opening(
     max_actors: int | None,
 ) -> Callable[..., HostStream]:
     """Return the function that starts this rank's stream at a place, with Ray or inline."""
+    if spec.resident is not None:
+        return functools.partial(spec.resident.open, rank, world_size)
     if spec.pool.engine == "inline":
         return functools.partial(open_inline, spec, rank, world_size)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data

@@ -14,11 +14,12 @@ from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Segment
+from raypipe.stores.in_memory import hold
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.remake import copied
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.user_code import copied
 
 
 def open_inline(
@@ -55,6 +56,7 @@ def inline_batches(
     Args:
         maker: the stream's maker; None = a new one.
     """
+    hold(spec.stores.values())
     maker = maker or MicroBatchMaker(spec)
     places = (
         position

@@ -23,6 +23,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import settings_of_device
+from raypipe.device.decoders import Decoded
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
@@ -76,6 +77,7 @@ from raypipe.streaming.saving.stateful import (
 )
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
+from raypipe.transform.fields import MicroBatch
 
 _logger = logging.getLogger(__name__)
 
@@ -229,8 +231,10 @@ class Loader(Unlike, instead=_INSTEAD):
             is_hashed,
         )
 
-    def _decoding(self) -> Decoding | None:
+    def _decoding(self) -> Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None:
         """The decoder of images on the device; None = the CPU decodes."""
+        if self._spec.resident is not None:
+            return self._spec.resident
         if self._spec.transform.decode != "device":
             return None
         on_decoded = functools.partial(_count_decoding, self.metrics.clock)

@@ -576,4 +576,3 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
                 for i in batch.index.tolist()
             ]
             check_labels(batch[LABEL], num_classes, titles.__getitem__)
-    spec.probes[:] = maker.sample_makers.probes

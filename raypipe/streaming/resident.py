@@ -1,35 +1,61 @@
-"""A small dataset on the training device: decoded once, in the order of a stream's plan, cropped and flipped.
+"""A small dataset on the training device: decoded once, and streamed by the ordinary loader.
 
-CIFAR's 50,000 images are 150 MB, and a GPU makes micro-batches of them as fast as its memory is read: no actors,
-no Ray, no copies. Order, keys of the samples and seeds of the micro-batches are those of a stream with this plan,
-so they depend only on the seed, the epoch and the step, for any number of ranks, and after any resume.
+It is the stream with `transform.decode: device`, without the decoding. The host draws maps under the same keys,
+and each says which pixels of an image on the device go into the batch. So order, pixels, checkpoints, validation,
+augmentation, records and digests are those of that stream, and no step reads the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment
-from raypipe.device.modules import PLAIN
+from raypipe.device.ambient import pinned
+from raypipe.device.decoders import Decoded
 from raypipe.device.prefetcher import Batch
-from raypipe.device.ring import numbered
-from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
+from raypipe.device.resize import to_device
+from raypipe.device.ring import new_event, new_stream, numbered
+from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.mistakes import checks_keywords
-from raypipe.plan.places import MicroBatchId
-from raypipe.stores.base import Store, name_of
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split
+from raypipe.plan.schedule import Segment
+from raypipe.stores.base import Store, name_of, title_of
+from raypipe.streaming.decoding import Decoding
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
-from raypipe.transform.fields import IMAGE, LABEL
-from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample, read_samples
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.encoded import EncodedImages
+from raypipe.transform.encoded_map import (
+    AT,
+    DATA,
+    KEPT,
+    MAP,
+    RESIZES,
+    START,
+    STEP,
+    axis_columns,
+    sides_of_map,
+)
+from raypipe.transform.fields import IMAGE, LABEL, MicroBatch, Ragged
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.transform_steps import Steps
 
-_READ = 1024  # samples that are read at a time
 _ROOM = 0.9  # the share of a GPU's free memory that images may take; a model needs some
+_FRAME = (
+    1  # pixels of zeros around each image; a map that goes beyond its edges ends there
+)
 
 
 @checks_keywords
@@ -37,23 +63,27 @@ def resident(
     store: Store | str | Path,
     device: torch.device | str = "cpu",
     *,
+    val: Store | str | Path | None = None,
     plan: PlanConfig | None = None,
     size: int = 0,
     border: int = 0,
     flip: float = 0.0,
     augment: AugmentConfig | Callable[..., Any] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     target_column: str | None = "label",
     exclude: str = "",
     filter: str = "",
     rank: int | None = None,
     world_size: int | None = None,
+    run_dir: str | Path = "",
+    log_digest: bool = False,
 ) -> Resident:
     """Decode a small store once, into the memory of a device.
 
     Args:
         store: its address, or the store.
         device: where images and targets stay.
+        val: a store to validate on, whose images stay there too; None = `plan` has no validation.
         plan: the order, as a stream has it; None = the default.
         size: side to which images are resized; 0 = all have one size as stored.
         border: pixels of zeros around an image, from which a crop of the image's size is cut; 0 = no crops.
@@ -62,6 +92,8 @@ def resident(
         target_column: the targets' column; None = batches have no target.
         exclude, filter: a list of bad samples, and an expression of columns, as in `raypipe.open_stream`.
         rank, world_size: this process's share; None = as torch.distributed has them, or all.
+        run_dir, log_digest: where the run is recorded and continues, as in `raypipe.loader`. For the hashes of
+            `log_digest` each epoch reads the store.
 
     Raises:
         ConfigError: a setting is wrong, or images have different sizes.
@@ -72,58 +104,107 @@ def resident(
         raise ConfigError(
             "plan.buckets need a stream: all images of a resident dataset have one size"
         )
-    spec = open_stream(
-        store,
-        plan=plan or PlanConfig(),
-        transform=TransformConfig(
-            train="resize" if size else "none", size=size or TransformConfig.size
-        ),
-        pool=PoolConfig(engine="inline"),
-        target_column=target_column,
-        exclude=exclude,
-        filter=filter,
-    )
     if not (border >= 0 and 0 <= flip <= 1):
         raise ConfigError(
             f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
         )
-    is_distributed = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    plan = plan or PlanConfig()
+    opened = functools.partial(
+        open_stream,
+        store,
+        transform=TransformConfig(decode="device"),
+        pool=PoolConfig(engine="inline"),
+        target_column=target_column,
     )
-    if rank is not None:
-        rank = rank
-    elif is_distributed:
-        rank = torch.distributed.get_rank()
-    else:
-        rank = 0
-    world_size = world_size or (
-        torch.distributed.get_world_size() if is_distributed else 1
-    )
-    spec.plan.check_workers(world_size)
-    if augment is not None and not isinstance(augment, AugmentConfig):
-        augment = AugmentConfig(PLAIN.mean, PLAIN.std, module=augment)
-    on = numbered(device)
-    if augment:
-        device_augment = DeviceAugment(
-            augment,
-            on,
-            dtype,
-            has_label=spec.columns.has_target,
-            target=spec.columns.target,
+
+    def opened_once(sides: Sides) -> StreamSpec:
+        """A stream whose validation has the store's samples that are not left out."""
+        steps = _steps(sides)
+        return opened(
+            store,
+            plan=replace(plan, val_interval=1, skip=[]),
+            train_transform=steps,
+            val_transform=steps,
+            exclude={"val": exclude},
+            filter={"val": filter},
         )
-    else:
-        device_augment = None
-    return Resident(spec, on, border, flip, device_augment, (rank, world_size))
+
+    sides = (size or 1, size or 1)
+    if not size:
+        sides = sides_of_map(next(_passed(opened_once(sides)))[MAP][0])
+    spec = opened(
+        val,
+        plan=plan,
+        train_transform=_steps(sides, size > 0, border, flip),
+        val_transform=_steps(sides),
+        exclude=exclude,
+        filter=filter,
+    )
+    passes = {"train": opened_once(sides), "val": spec}
+    images = ResidentImages(spec, passes, device, (rank, world_size), log_digest)
+    return Resident(
+        raypipe.loader(
+            replace(spec, resident=images),
+            device=device,
+            augment=augment,
+            dtype=dtype,
+            run_dir=run_dir,
+            log_digest=log_digest,
+        ),
+        images,
+        spec.columns.has_target,
+    )
+
+
+def _steps(
+    sides: Sides, is_resized: bool = True, border: int = 0, flip: float = 0.0
+) -> Steps:
+    """The steps of a transform to one size, whose crops and flips are those of any stream with the same steps."""
+    box = dict(zip(("height", "width"), sides, strict=True))
+    steps: Steps = []
+    if is_resized:
+        steps.append({"Resize": box})
+    if border:
+        steps += [{"Pad": {"padding": border}}, {"RandomCrop": box}]
+    if not steps:  # all of an image; a program ends with a fixed size
+        steps.append({"CenterCrop": box})
+    if flip:
+        steps.append({"HorizontalFlip": {"p": flip}})
+    return steps
+
+
+def _passed(spec: StreamSpec) -> Iterator[MicroBatch]:
+    """Yield a validation of a stream, encoded, of which no sample is bad."""
+    plan = spec.plan.only(Segment("val", 0, 0, spec.plan.val_steps))
+    transform = replace(spec.transform, max_bad_fraction=1.0)
+    spec = replace(spec, plan=plan, transform=transform)
+    for batch in inline_batches(spec, plan.start()):
+        yield _checked(spec.stores["val"], batch)
+
+
+def _checked(store: Store, batch: MicroBatch) -> MicroBatch:
+    """Return a batch; raise StoreError if one of its samples is bad."""
+    for index in batch.index[(batch.weight == 0) & (batch.index != PADDING)].tolist():
+        title = title_of(store.address, index, name_of(store, index))
+        raise StoreError(
+            f"{title} cannot be used, as the line above says; `raypipe verify` lists all such samples, for the "
+            "argument `exclude`"
+        )
+    return batch
 
 
 class Resident:
     """A dataset on a device; `raypipe.resident` makes one.
 
-        for number in range(data.plan.config.epochs):
-            for batch in data.epoch(number):
+        for epoch in data.loader.epochs():
+            for batch in epoch.train:
                 ...                            # batch.image, batch.target; batch.ends_step after each step
+            for batch in epoch.val:
+                ...
 
     Attributes:
+        loader: the loader that streams it, with its place, checkpoints and records.
         plan: the plan, as of a stream.
         images: uint8 (N, 3, H, W), by the store's indices, on the device; zeros where samples are left out.
         targets: (N, …), on the device; None without.
@@ -131,64 +212,35 @@ class Resident:
     """
 
     def __init__(
-        self,
-        spec: Any,
-        device: torch.device,
-        border: int,
-        flip: float,
-        augment: DeviceAugment | None,
-        share: tuple[int, int],
+        self, loader: Loader, images: ResidentImages, has_target: bool
     ) -> None:
-        self.plan = spec.plan
-        self.augment = augment
-        self._device = device
-        self._border = border
-        self._flip = flip
-        (self._rank, self._world_size) = share
-        self._kept = spec.plan.kept["train"].indices(np.arange(spec.plan.num_train))
-        self._padded, self._targets_host = _decoded(spec, self._kept, device, border)
-        if self._targets_host is None:
-            self.targets = None
-        else:
-            self.targets = torch.from_numpy(self._targets_host).to(device)
-        self.images = _inside(self._padded, border).permute(0, 3, 1, 2)
+        self.loader = loader
+        self.plan = loader.plan
+        self.augment = loader.augment
+        self._train = images.splits["train"]
+        self.images = self._train.images
+        self.targets: torch.Tensor | None = None
+        if has_target:
+            self.targets = torch.from_numpy(self._train.targets[:-1]).to(
+                self.images.device
+            )
 
     def __len__(self) -> int:
         """Samples of the store without those that are left out."""
-        return len(self._kept)
+        return self.plan.num_train
 
     def epoch(self, number: int, step: int = 0) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of an epoch, from a step on, cropped, flipped and augmented."""
+        """Yield this rank's micro-batches of an epoch, from a step on; the loader goes there."""
         plan = self.plan
-        per_step = self.plan.config.per_step
-        size = self.plan.config.micro_batch_size
         if not (0 <= number < plan.config.epochs and 0 <= step <= plan.steps_per_epoch):
             raise ConfigError(
                 f"epoch {number}, step {step} is not in a plan of {plan.config.epochs} epochs of "
                 f"{plan.steps_per_epoch} steps"
             )
-        skipped = plan.training_of(number).skipped
-        first = step * plan.global_batch_size
-        num_rows = plan.steps_per_epoch * plan.global_batch_size
-        draws = plan.draw_epoch(number, np.arange(first, num_rows))
-        y, x, is_flipped = self._crops(plan.sample_keys("train", draws))
-        # One copy for the whole epoch; a micro-batch then only reads the device's memory.
-        drawn = torch.from_numpy(np.stack([draws.indices, y, x, is_flipped])).to(
-            self._device
-        )
-        for micro_number in range(
-            self._rank, len(draws.indices) // size, self._world_size
-        ):
-            rows = slice(micro_number * size, (micro_number + 1) * size)
-            turn, micro = divmod(micro_number, per_step)
-            if skipped.has(step + turn):
-                continue
-            position = MicroBatchId("train", number, step + turn, micro)
-            image = self._cut(*drawn[:, rows])
-            ends_step = micro + self._world_size >= per_step
-            yield self._batch(
-                position, image, draws.indices[rows], drawn[0, rows], ends_step
-            )
+        if not plan.training_of(number, step).num_delivered:
+            return
+        self.loader.load_state_dict(asdict(plan.cursor(number, step)))
+        yield from next(self.loader.epochs()).train
 
     def whole(self, size: int = 0) -> Iterator[Batch]:
         """Iterate over all samples, once and in order, without crops, flips and augmentation: a validation.
@@ -199,135 +251,201 @@ class Resident:
             size: samples in a batch; the last one may have fewer; 0 = that of a micro-batch.
         """
         size = size or self.plan.config.micro_batch_size
-        for number, rows in enumerate(
-            np.split(self._kept, range(size, len(self), size))
-        ):
-            on_device = torch.from_numpy(rows).to(self._device, non_blocking=True)
-            image = self.images[on_device].contiguous(memory_format=torch.channels_last)
-            yield self._batch(
-                MicroBatchId("val", 0, number, 0), image, rows, on_device, True
+        kept = self.plan.kept["train"].indices(np.arange(len(self)))
+        for number, index in enumerate(np.split(kept, range(size, len(self), size))):
+            on_device = to_device(index, self.images.device)
+            position = MicroBatchId("val", 0, number, 0)
+            image = self.images[on_device]
+            fields = {IMAGE: image.contiguous(memory_format=torch.channels_last)}
+            target = self._train.targets[index]
+            if self.targets is not None:
+                fields[LABEL] = self.targets[on_device]
+            batch = Batch(
+                position=position,
+                seed=self.plan.micro_batch_seed(position),
+                fields=fields,
+                weight=torch.ones(len(index), device=self.images.device),
+                target_host=target,
+                index=index,
+                num_bad=0,
+                ends_step=True,
             )
+            yield self.augment.of_batch(batch, 0.0) if self.augment else batch
 
-    def _crops(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw the corner of each sample's crop, and whether it is flipped, by its key."""
-        places = np.uint64(2 * self._border + 1)
-        y = (keys[:, 0] >> np.uint64(32)) % places
-        x = (keys[:, 0] & np.uint64(0xFFFFFFFF)) % places
-        is_flipped = (keys[:, 1] >> np.uint64(11)) * 2.0**-53 < self._flip
-        return y.astype(np.int64), x.astype(np.int64), is_flipped.astype(np.int64)
 
-    def _cut(
+class ResidentImages:
+    """The decoded images of a stream's stores: the source of its loader, and its decoder.
+
+    Args:
+        spec: the stream, whose transforms resize whole images to one size, and then only move pixels.
+        passes: a stream for each split, whose validation has all of its samples once.
+        device: where they stay.
+        share: this process's rank, and W; None = as the loader finds them.
+        is_hashed: micro-batches come with the stored images, over which a stream has its hash.
+
+    Attributes:
+        splits: the images of each split.
+    """
+
+    def __init__(
         self,
-        indices: torch.Tensor,
-        top: torch.Tensor,
-        left: torch.Tensor,
-        is_flipped: torch.Tensor,
-    ) -> torch.Tensor:
-        height, width = self.images.shape[2:]
-        y = top[:, None] + torch.arange(height, device=self._device)
-        x = left[:, None] + torch.arange(width, device=self._device)
-        x = torch.where(is_flipped[:, None] > 0, x.flip(1), x)
-        return self._padded[
-            indices[:, None, None], y[:, :, None], x[:, None, :]
-        ].permute(0, 3, 1, 2)
+        spec: StreamSpec,
+        passes: Mapping[str, StreamSpec],
+        device: torch.device | str,
+        share: tuple[int | None, int | None],
+        is_hashed: bool,
+    ) -> None:
+        self._spec = spec
+        self._device = device = numbered(device)
+        self._rank, self._world_size = share
+        self._is_hashed = is_hashed
+        self._backend: Any = torch.get_device_module(device)
+        self._stream = new_stream(device)
+        self.splits = {
+            split: _Split(spec, split, passes[split], device) for split in spec.stores
+        }
+        self._backend.synchronize(device)
 
-    def _batch(
-        self,
-        position: MicroBatchId,
-        image: torch.Tensor,
-        index: np.ndarray,
-        on_device: torch.Tensor,
-        ends_step: bool,
-    ) -> Batch:
-        fields = {IMAGE: image} | (
-            {} if self.targets is None else {LABEL: self.targets[on_device]}
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        """This process's rank, and W, where the loader has found these."""
+        rank = rank if self._rank is None else self._rank
+        return rank, self._world_size or world_size
+
+    def open(
+        self, rank: int, world_size: int, start: Cursor, only: Segment | None = None
+    ) -> HostStream:
+        """Open a rank's stream at a place, see `raypipe.streaming.inline.open_inline`."""
+        plan = self._spec.plan.only(only) if only else self._spec.plan
+        if self._is_hashed:
+            spec = replace(self._spec, plan=plan)
+            return HostStream(inline_batches(spec, start, rank, world_size))
+        places = plan.micro_batches(start)
+        return HostStream(
+            self._mapped(position)
+            for position in places
+            if position.micro % world_size == rank
         )
-        batch = Batch(
-            position=position,
-            seed=self.plan.micro_batch_seed(position),
-            fields=fields,
-            weight=torch.ones(len(index), device=self._device),
-            target_host=index[:0]
-            if self._targets_host is None
-            else self._targets_host[index],
-            index=index,
-            num_bad=0,
-            ends_step=ends_step,
-        )
-        if self.augment is None:
-            return batch
-        strength = self.augment.config.strength_at(
-            self.plan.progress(self.plan.global_step(position))
-        )
-        return self.augment.of_batch(batch, strength)
+
+    def _mapped(self, position: MicroBatchId) -> MicroBatch:
+        """The micro-batch of a place, with maps and without images."""
+        draws = self._spec.plan.draw(position)
+        of_split = self.splits[position.split]
+        fields: dict[str, np.ndarray | Ragged] = {
+            MAP: of_split.maps(self._spec.plan.sample_keys(position.split, draws)),
+            LABEL: of_split.targets[draws.indices],
+        }
+        weight = (draws.indices != PADDING).astype(np.float32)
+        return MicroBatch(position, draws.indices, weight, fields)
+
+    def __call__(self, batch: MicroBatch) -> tuple[MicroBatch, Decoded]:
+        """Return a micro-batch without its maps, and its images; see `raypipe.streaming.decoding`."""
+        fields = {
+            name: values
+            for name, values in batch.fields.items()
+            if name not in (DATA, MAP)
+        }
+        device = self._device
+        with pinned(device), torch.no_grad(), self._backend.stream(self._stream):
+            image = self.splits[batch.position.split].cut(batch.index, batch[MAP])
+            ready = new_event(device)
+            ready.record(self._stream)
+        return replace(batch, fields=fields), Decoded(image, {}, 0, ready, None, None)
+
+
+class _Split:
+    """The images of a split, on a device.
+
+    Attributes:
+        images: uint8 (N, 3, H, W), by the store's indices.
+        targets: (N + 1, …), on the host; the last is that of padding.
+    """
+
+    def __init__(
+        self, spec: StreamSpec, split: Split, passed: StreamSpec, device: torch.device
+    ) -> None:
+        steps = spec.transforms[split]
+        transform = build_transform(steps, spec.transform.final_size)
+        self._encoded = EncodedImages(SampleTransform(transform), "raypipe.resident")
+        self._sides: Sides = self._encoded.image_shape[:2]
+        first: Any = spec.transforms["train"]
+        is_resized = "Resize" in first[0]
+        self._framed, self.targets = _decoded(passed, self._sides, is_resized, device)
+        inside = self._framed[:-1, _FRAME:-_FRAME, _FRAME:-_FRAME]
+        self.images = inside.permute(0, 3, 1, 2)
+
+    def maps(self, keys: np.ndarray) -> np.ndarray:
+        """The maps of B samples by their keys, uint64 (B, 2): int32 (B, n)."""
+        sizes = np.tile(self._sides, (len(keys), 1))
+        params, _ = self._encoded.program.draw(keys, sizes)
+        return self._encoded.maps(params, sizes)[0]
+
+    def cut(self, index: np.ndarray, maps: np.ndarray) -> torch.Tensor:
+        """The images of samples, int64 (B,), by their maps: uint8 (B, 3, H, W)."""
+        num_images, height, width, _ = self._framed.shape
+        device = self._framed.device
+        rows = (index % num_images * height)[:, None] + _kept(maps, 0, height)
+        row = to_device(rows * width, device)
+        column = to_device(_kept(maps, 1, width), device)
+        pixels = (row[:, :, None] + column[:, None]).flatten()
+        image = self._framed.view(-1, 3).index_select(0, pixels)
+        return image.view(len(index), *self._sides, 3).permute(0, 3, 1, 2)
+
+
+def _kept(maps: np.ndarray, axis: int, side: int) -> np.ndarray:
+    """The rows (0) or columns (1) of framed images that maps take, int64 (B, n).
+
+    A resize among them changes nothing, or the images have it already.
+    """
+    of_axis = maps[:, axis_columns(maps.shape[1], axis), None].astype(np.int64)
+    start = of_axis[:, START] + of_axis[:, RESIZES + AT] + _FRAME
+    kept = np.arange(of_axis[0, RESIZES + KEPT, 0])
+    return np.clip(start + of_axis[:, RESIZES + STEP] * kept, 0, side - 1)
 
 
 def _decoded(
-    spec: Any, kept: np.ndarray, device: torch.device, border: int
-) -> tuple[torch.Tensor, np.ndarray | None]:
-    """Decode the kept samples of a stream's store: images uint8 (N, H, W, 3) with their borders, on a device, and
-    the targets, on the host.
+    spec: StreamSpec, sides: Sides, is_resized: bool, device: torch.device
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Decode the samples of a stream's validation. Padding, the last row, and other samples have what fills them.
+
+    Returns:
+        Images with their frames, uint8 (N + 1, H, W, 3), on a device; and targets (N + 1, …), on the host.
     """
-    store = spec.stores["train"]
-    sample_maker = SampleMaker(spec.transforms["train"], spec.transform, spec.columns)
-    padded: torch.Tensor | None = None
-    targets = []
-    for indices in np.split(kept, range(_READ, len(kept), _READ)):
-        chunk = []
-        for number, sample in zip(
-            indices.tolist(), read_samples(store, indices, spec.wanted), strict=True
-        ):
-            fields = _one(store, sample_maker, number, sample)
-            chunk.append(fields[IMAGE])
-            targets.append(fields.get(LABEL))
-        if padded is None:
-            padded = _empty(len(store), chunk[0].shape, border, device)
-        rows = torch.from_numpy(indices).to(device)
-        _inside(padded, border)[rows] = torch.from_numpy(np.stack(chunk)).to(device)
-    assert padded is not None, "a plan has samples"
-    if not spec.columns.has_target:
-        return padded, None
-    of_kept = np.array(targets)
-    of_all = np.zeros((len(store), *of_kept.shape[1:]), of_kept.dtype)
-    of_all[kept] = of_kept
-    return padded, of_all
+    store = spec.stores["val"]
+    num = len(store) + 1
+    framed = _empty(num, sides, device)
+    inside = framed[:, _FRAME:-_FRAME, _FRAME:-_FRAME]
+    targets: np.ndarray | None = None
+    all_bad = replace(spec.transform, max_bad_fraction=1.0)
+    decoding = Decoding(replace(spec, transform=all_bad), torch.device("cpu"))
+    for host in _passed(spec):
+        for index, of_map in zip(host.index.tolist(), host[MAP], strict=True):
+            found = sides_of_map(of_map)
+            if index != PADDING and not is_resized and found != sides:
+                raise ConfigError(
+                    f"{store.address}: sample {index} has {found} pixels (height, width), and the "
+                    f"first one {sides}: raypipe.resident(…, size=32) resizes all images"
+                )
+        batch = _checked(store, decoding.to_pixels(host))
+        pixels = torch.from_numpy(batch[IMAGE]).to(device)
+        inside[torch.from_numpy(batch.index).to(device)] = pixels
+        if targets is None:
+            shape = (num, *batch[LABEL].shape[1:])
+            targets = np.zeros(shape, batch[LABEL].dtype)
+        targets[batch.index] = batch[LABEL]
+    assert targets is not None, "a plan has samples"
+    return framed, targets
 
 
-def _inside(padded: torch.Tensor, border: int) -> torch.Tensor:
-    """The images (N, H, W, 3) without their borders, in the same memory."""
-    height, width = padded.shape[1:3]
-    return padded[:, border : height - border, border : width - border]
-
-
-def _one(
-    store: Store, sample_maker: SampleMaker, number: int, sample: EncodedSample
-) -> dict[str, Any]:
-    try:
-        return sample_maker.slow(sample, (0, 0))
-    except ConfigError as error:
-        raise ConfigError(
-            f"{store.address}: sample {number}: {error}; raypipe.resident(…, size=32) resizes all images"
-        ) from error
-    except SampleError as error:
-        name = name_of(store, number)
-        raise StoreError(
-            f"{store.address}: sample {number}{f' ({name})' if name else ''} cannot be used: {error}; `raypipe "
-            "verify` lists all such samples, for the argument `exclude`"
-        ) from error
-
-
-def _empty(
-    num: int, shape: tuple[int, ...], border: int, device: torch.device
-) -> torch.Tensor:
-    """Return memory of zeros for images with their borders; raise ResourceError if the GPU has not so much."""
-    height, width, channels = shape
-    sides = height + 2 * border, width + 2 * border
-    needed = num * sides[0] * sides[1] * channels
+def _empty(num: int, sides: Sides, device: torch.device) -> torch.Tensor:
+    """Return memory of zeros for images with their frames; raise ResourceError if the GPU has not so much."""
+    height, width = sides
+    shape = (num, height + 2 * _FRAME, width + 2 * _FRAME, 3)
+    needed = math.prod(shape)
     if device.type == "cuda" and needed > _ROOM * (
         free := torch.cuda.mem_get_info(device)[0]
     ):
         raise ResourceError(
-            f"{num:,} images of {width}x{height} take {needed / 1e9:.1f} GB of the GPU's memory, of which "
+            f"{num - 1:,} images of {width}x{height} take {needed / 1e9:.1f} GB of the GPU's memory, of which "
             f"{free / 1e9:.1f} GB are free: give a smaller size, or stream them with raypipe.loader"
         )
-    return torch.zeros((num, *sides, channels), dtype=torch.uint8, device=device)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe.errors import SampleError
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
-from raypipe.streaming.remake import (
-    Probe,
-    check_probe,
-    check_remade,
-    copied,
-    digest_of,
-)
+from raypipe.streaming.remake import check_remade
 from raypipe.transform.fields import Rows
 from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform
@@ -26,25 +19,21 @@ from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
 from raypipe.transform.transform_steps import brief
+from raypipe.transform.user_code import copied
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
 
 class SampleMakers:
-    """Makes the sample makers of a stream as their sizes come up, and keeps them.
-
-    Attributes:
-        probes: samples by the user's code, one of each maker, for other processes to compare.
-    """
+    """Makes the sample makers of a stream as their sizes come up, and keeps them."""
 
     def __init__(self, spec: StreamSpec) -> None:
         self._spec = spec
         self._makers: dict[tuple[Split, Size], SampleMaker] = {}
         # Copies of makers whose code is the user's, until their first samples were made twice, see `remake`. Code
         # that is named gets the size, so each maker has its own.
-        self._unchecked: dict[SampleMaker, tuple[Size, Callable[[], SampleMaker]]] = {}
-        self.probes: list[Probe] = []
+        self._unchecked: dict[SampleMaker, Callable[[], SampleMaker]] = {}
 
     def get(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
         """Return the maker of a micro-batch's samples; make it if its image size is new."""
@@ -72,10 +61,7 @@ class SampleMakers:
             # Before its first use, of which it may keep something.
             code = copied(code)
             columns = replace(spec.columns, function=copied(spec.columns.function))
-            self._unchecked[sample_maker] = (
-                size,
-                lambda: new(copied(code), columns=columns),
-            )
+            self._unchecked[sample_maker] = lambda: new(copied(code), columns=columns)
         return sample_maker
 
     def _size(self, position: MicroBatchId, draws: Draws) -> Size:
@@ -130,11 +116,8 @@ class SampleMakers:
         Args:
             originals: the fields that `sample_maker` has made of `samples`.
         """
-        split = position.split
-        pool = self._spec.pool
         strength = self.strength(position)
-        size, new_sample_maker = self._unchecked.pop(sample_maker)
-        has_threads = pool.engine == "inline" and not self.draws_globally
+        new_sample_maker = self._unchecked.pop(sample_maker)
 
         def new_maker() -> Callable[[int], dict[str, Any]]:
             again = new_sample_maker()
@@ -143,29 +126,7 @@ class SampleMakers:
                 again, samples[number], keys[number].tolist()
             )
 
-        num_threads = pool.max_actors if has_threads else 1
-        check_remade(originals, new_maker, self.title(split), num_threads)
-        image = bytes(samples[0].image or b"")
-        kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
-        k0, k1 = keys[0].tolist()
-        self.probes.append(
-            Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
-        )
-        for probe in self._spec.probes:
-            if probe.of == (split, size):
-                self.check_probe(probe)
-
-    def check_probe(self, probe: Probe) -> str:
-        """Compare a sample of another process with this one's; see `remake.check_probe`."""
-        sample_maker = self._makers.get(probe.of)
-        if sample_maker is None:
-            return ""
-        try:
-            sample_maker.weaken(probe.strength)
-            fields = _fields_of(sample_maker, probe.sample, probe.key)
-        except SampleError:  # the stream's own errors say what such a sample is
-            return ""
-        return check_probe(probe, digest_of(fields), self.title(probe.of[0]))
+        check_remade(originals, new_maker, self.title(position.split))
 
     def title(self, split: Split) -> str:
         """The transform of a split, as errors name it."""

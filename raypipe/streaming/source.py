@@ -35,6 +35,7 @@ from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import sending_trace
 from raypipe.storage.retries import Threads, outages_s
 from raypipe.stores.base import Store, name_of
+from raypipe.stores.in_memory import hold
 from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
@@ -148,6 +149,7 @@ class MicroBatchSource(Datasource):
                     self._supervisor.sizes.remote(task, room, *self._max_bytes)
                 )
             careful = bool(self._readers) and ray.get(begun)
+        hold(self._readers.values())
         with self._traced():
             every_place = itertools.chain([position], places)
             blocks = cut(every_place, self._ranks, sizes)

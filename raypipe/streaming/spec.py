@@ -17,7 +17,6 @@ from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, keeps_groups
-from raypipe.streaming.remake import Probe
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
@@ -54,8 +53,8 @@ class StreamSpec(
         endings: dtype and normalization with which pipelines ended, see `raypipe.transform.ending`.
         store_facts: facts about the store of each split, see `raypipe.stores.facts`.
         opened: the arguments that it was opened with, see `raypipe.streaming.record.opened`.
-        probes: samples as the driver has made them, if it has made any, for the others to compare.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
+        resident: its images on the device, see `raypipe.streaming.resident`; None = they are made as they come.
     """
 
     plan: Plan
@@ -71,8 +70,8 @@ class StreamSpec(
     endings: dict[Split, Ending] = field(default_factory=dict, repr=False)
     store_facts: dict[Split, Any] = field(default_factory=dict, repr=False)
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    probes: list[Probe] = field(default_factory=list, repr=False, compare=False)
     traces: bool = field(default=False, repr=False)
+    resident: Any = field(default=None, repr=False, compare=False)
 
     @property
     def wanted(self) -> Wanted:

@@ -34,7 +34,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 
@@ -51,9 +51,6 @@ from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
 from raypipe.streaming.moves import Answer, Move, Moves
 from raypipe.streaming.start.takeover import Takeover
-
-if TYPE_CHECKING:
-    from raypipe.streaming.remake import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +192,6 @@ class Supervisor:
         self._waits: dict[
             int, float
         ] = {}  # rank → since when it has waited for a batch
-        self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = StreamWatchdog(self.note, self._work_of)
         self._trace = StreamTrace()
         self._is_traced = False
@@ -535,10 +531,6 @@ class Supervisor:
         """Record that a node has other packages than the driver, once for all of its actors."""
         if ("fault", event) not in self._events:
             self.note(event, "versions")
-
-    def first_probe(self, probe: Probe) -> Probe:
-        """Return the first sample that an actor has sent of the same split and size: maybe its own."""
-        return self._probes.setdefault(probe.of, probe)
 
     def pool_scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""

@@ -30,6 +30,8 @@ from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import send_trace
 from raypipe.storage import retries
+from raypipe.storage.shared_memory import remove_unused
+from raypipe.stores.in_memory import hold
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
@@ -49,7 +51,6 @@ _WARY_FOR = 64
 _MEASURED = range(1, 8)
 _STDERR = 2
 _DEADLY = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
-_PROBE_S = 10.0  # an actor waits no longer for a Supervisor that is stopped
 # Seconds by which a time limit may be longer than it says.
 _UNWATCHED_S = 0.25
 
@@ -73,6 +74,8 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log_format, run=spec.run)
+        remove_unused()
+        hold(spec.stores.values())
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
@@ -133,7 +136,6 @@ class TransformWorker:
             finally:
                 self._orders = NO_ORDERS
                 self._given = {}
-            self._compare_probes()
         # Unguarded: a slow destination of the records is not a fault of the samples.
         self._maker.settle(batches, bad)
         self._count(batches, bad)
@@ -184,21 +186,6 @@ class TransformWorker:
         indices = self._maker.plan.draw_block(block).indices
         samples = [sample for read in reads for sample in read.split(len(read))]
         return dict(zip(indices.ravel().tolist(), samples, strict=True))
-
-    def _compare_probes(self) -> None:
-        """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
-        while self._maker.sample_makers.probes:
-            try:
-                first = ray.get(
-                    self._supervisor.first_probe.remote(
-                        self._maker.sample_makers.probes.pop()
-                    ),
-                    timeout=_PROBE_S,
-                )
-            except deaths(ray.exceptions.GetTimeoutError):
-                continue  # it is the Supervisor that has failed, which others notice
-            if warning := self._maker.sample_makers.check_probe(first):
-                self._supervisor.packages_differ.remote(warning)
 
     def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:
         split = batches[0].position.split

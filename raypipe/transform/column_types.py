@@ -17,6 +17,7 @@ from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list,
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.nested import column_in
+from raypipe.stores.numbers import InexactError, exactly
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,
@@ -256,30 +257,27 @@ def schema_of_values(
     maker = ColumnMaker(columns)
     values: dict[str, list[Any]] = {}
     reasons: list[str] = []
-    for sample in _samples(store, columns, maker, indices, reasons):
-        for name, value in sample.items():
-            values.setdefault(name, []).append(value)
-    if not values:
-        raise ConfigError(
-            f"none of the first {len(indices)} samples has columns; {reasons[-1]}"
-        )
-    unknown = {name for name, column in values.items() if all(map(_is_empty, column))}
-    begin = int(indices.max()) + 1
-    for first in range(begin, len(store), _NUM_AT_ONCE):
-        if not unknown:
-            break
-        if first == begin + _NUM_AT_ONCE:
+    unknown: set[str] = set()
+    for number, rows in enumerate(_rows(store, indices)):
+        if number == 2:
             logger.warning(
                 "%s: the first %d samples have no value in %s, and a value tells its type: the search continues, "
                 "up to sample %d. Numbers and lists that the store's schema describes need none",
-                *(store.address, first, ", ".join(sorted(unknown)), len(store)),
+                *(store.address, rows[0], ", ".join(sorted(unknown)), len(store)),
             )
-        later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
-        for sample in _samples(store, columns, maker, later, reasons):
-            for name in list(unknown):
-                if not _is_empty(sample.get(name)):
-                    values[name].append(sample[name])
-                    unknown.remove(name)
+        for sample in _samples(store, columns, maker, rows, reasons):
+            for name, value in sample.items():
+                if number == 0 or (name in unknown and not _is_empty(value)):
+                    values.setdefault(name, []).append(value)
+        if not values:
+            raise ConfigError(
+                f"none of the first {len(rows)} samples has columns; {reasons[-1]}"
+            )
+        unknown = {
+            name for name, column in values.items() if all(map(_is_empty, column))
+        }
+        if not unknown:
+            break
     return pa.schema(
         [
             field_of_values(
@@ -292,6 +290,13 @@ def schema_of_values(
             for name, column in values.items()
         ]
     )
+
+
+def _rows(store: Store, indices: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the first samples, then those after them, many at a time."""
+    yield indices
+    for first in range(int(indices.max()) + 1, len(store), _NUM_AT_ONCE):
+        yield np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
 
 
 def _samples(
@@ -473,12 +478,12 @@ def _no_length(where: str, kind: pa.DataType) -> ConfigError:
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
-    if dtype.kind == "f":
-        return not np.isfinite(number) or bool(abs(number) <= np.finfo(dtype).max)
-    lowest, highest = (
-        (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    )
-    return lowest <= number <= highest and number == int(number)
+    is_whole = dtype.kind != "f" and number % 1 == 0
+    try:
+        exactly(int(number) if is_whole else float(number), dtype)
+    except (InexactError, OverflowError):
+        return False
+    return True
 
 
 def _family(value: Any) -> str:

@@ -1,39 +1,49 @@
 """Last steps of a pipeline that make floats: dtype and normalization, which the training device does instead.
 
-    A.Normalize, A.ToFloat, ToTensorV2
-    ToImage, ToDtype, Normalize, ToPureTensor, RGB of torchvision v2
-    ToTensor, PILToTensor, ConvertImageDtype, Normalize of torchvision
+A pipeline without them makes uint8, a quarter of the bytes, and may be a program. Such a step is recognized by a
+look: it is a library's, draws nothing, and with those before it makes (x - mean) / std of two images of noise, for
+pixels x in [0, 1]. Where another step follows one of them, the library does it all, and the floats travel.
 
-A pipeline without them makes uint8, a quarter of the bytes, and may be a program. On pixels x in [0, 1] they are
-(x - mean) / std. Where another step follows one of them, the library does it all, and the floats travel.
+The user's own code is never one of them: on other images than noise it may do anything.
 """
 
 from __future__ import annotations
 
+import copy
+import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.forms import forms_of, probed
+from raypipe.transform.forms import Form, called, for_form, forms_of, in_form, probed
 from raypipe.transform.pipelines import (
+    TransformKind,
+    flat,
+    has_user_code,
     leaves,
     package_of,
-    rebuilt,
-    steps_of,
+    shortened,
     transform_kind,
 )
-from raypipe.transform.pixels import RGB, is_rgb
+from raypipe.transform.pixels import RGB, channels_last, is_pil, is_rgb, is_tensor
+from raypipe.transform.process_state import process_kept, seed_process
+from raypipe.transform.user_code import copied
 
-_LAYOUT = {"ToTensorV2", "ToImage", "ToPureTensor", "PILToTensor", "RGB"}
-"""Steps that change neither the values nor the dtype of an RGB image."""
-_CONVERTS = {"ToTensor", "ToDtype", "ConvertImageDtype"}
-_OF_ALBUMENTATIONS = {"Normalize", "ToFloat", "ToTensorV2"}
-_OF_TORCHVISION = {*_LAYOUT, *_CONVERTS, "Normalize"} - {"ToTensorV2"}
-_MAX = 255
+# Sides that no crop has, with all values in each channel.
+_VALUES = np.repeat(np.arange(17 * 19) % 256, 3).reshape(-1, 3).astype(np.uint8)
+_NOISE = np.random.default_rng(0).permuted(_VALUES, axis=0).reshape(17, 19, 3)
+# The dark one differs in what depends on the whole image.
+_PROBES = np.stack([_NOISE, _NOISE // 3])
+_EPSILONS = {"float16": 2**-12, "bfloat16": 2**-9}  # less than theirs: few steps round
+_EPSILON = 2**-23  # float32 has it
+_MAX_DIGITS = 9
+_NO_RGB = "the steps before {} do not make uint8 RGB"
+_BY_CHANCE = "{} is applied by chance, or depends on the whole image"
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,8 @@ class Ending:
         steps: names of the pipeline's steps, for messages.
         dtype: torch's name of the images' dtype.
         mean, std: of each channel: images are (x - mean) / std, of pixels x in [0, 1].
-        normalizes: whether a Normalize is among the steps.
-        on_device: whether the device does it. Otherwise the library makes the floats.
-        because: why the library makes them.
+        normalizes: whether a step with a mean and a std is in the pipeline.
+        because: why the library makes the floats; empty: the device does.
         is_own: whether the split's own pipeline has these steps. Otherwise they are the other split's, for its
             uint8 images.
     """
@@ -56,14 +65,32 @@ class Ending:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     normalizes: bool
-    on_device: bool = True
     because: str = ""
     is_own: bool = True
+
+    @property
+    def on_device(self) -> bool:
+        """True if the device makes the floats, not the library."""
+        return not self.because
 
     @property
     def described(self) -> str:
         """The dtype and numbers, for messages and fingerprints."""
         return f"{self.dtype}, mean {_text(self.mean)}, std {_text(self.std)}"
+
+
+class _Look(NamedTuple):
+    """The probes, as steps have made them.
+
+    Attributes:
+        dtype: of their values.
+        mean, std: of each channel, with which they are (x - mean) / std of pixels x; empty: they are not.
+    """
+
+    images: list[Any]
+    dtype: str = ""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
@@ -73,64 +100,181 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
         pipeline: what `build_transform` gives, of a split with uint8 RGB images.
 
     Returns:
-        The pipeline without these steps; None if no step is left. And None where it has none that changes values.
+        The pipeline without these steps; None if no step is left. And None where it has none that changes values,
+        or only the user's own code makes floats.
 
     Raises:
-        ConfigError: Normalize has a wrong number of channels, or gets uint8 images.
+        ConfigError: a Normalize does not take the images that it gets.
     """
-    without_ending, steps = _split(pipeline)
-    every = list(leaves(pipeline))
-    if any(type(step).__name__ == "FromFloat" for step in every):
-        return pipeline, None  # its floats become bytes again
-    middle = next(
-        (
-            number
-            for number, step in enumerate(every[: -len(steps) or None])
-            if _makes_floats(step)
-        ),
-        -1,
-    )
-    if middle >= 0:
-        return pipeline, _by_library(every, middle)
-    if not steps:
+    if all(map(has_user_code, flat(pipeline))):
         return pipeline, None
-    folded = _folded(steps)
-    if folded is None:
-        if all(package_of(step) and type(step).__name__ != "Lambda" for step in every):
-            raise ConfigError(
-                "torchvision's Normalize needs float images, and these are uint8: write "
-                "v2.ToDtype(torch.float32, scale=True) before it"
-            )
-        return pipeline, None  # a step of the user's may make floats
-    if folded.dtype == "uint8":
-        return without_ending, None
-    if without_ending is None:
-        return None, folded
+    with process_kept():
+        return _taken(pipeline)
+
+
+def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
     kind = transform_kind(pipeline)
-    if kind == "pil":
-        found = probed(pipeline, forms_of(kind))
-        if found and found[0] == "tensor":
-            from torchvision.transforms import v2
+    forms = forms_of(kind)
+    accepted = probed(pipeline, forms) if len(forms) > 1 else None
+    form = accepted[0] if accepted else forms[0]
+    steps = list(flat(for_form(copied(pipeline), form)))
+    given = _given(steps, in_form(np.tile(_NOISE, (4, 4, 1)), form))
+    last = max(number for number, image in enumerate(given) if not _is_float(image))
+    for num_kept in range(last + 1):
+        ending = _ending(steps[num_kept:], given[num_kept:], kind)
+        if ending.on_device:
+            break
+    makes_floats = bool(ending.steps) and _is_float(given[-1])
+    taken = ending if makes_floats else None
+    if not ending.on_device or num_kept == len(steps):
+        return pipeline, taken
+    without_ending = shortened(pipeline, num_kept)
+    if without_ending is not None and kind == "pil" and form == "tensor":
+        from torchvision.transforms import v2
 
-            # Only the steps that are taken off say so.
-            without_ending = v2.Compose([without_ending])
-    if _makes_rgb(without_ending):
-        return without_ending, folded
-    first = folded.steps.partition(",")[0]
-    because = f"the steps before {first} do not make uint8 RGB"
-    return pipeline, replace(folded, on_device=False, because=because)
+        # Only the steps that are taken off say so.
+        without_ending = v2.Compose([without_ending])
+    return without_ending, taken
 
 
-def _makes_rgb(pipeline: Any) -> bool:
-    """False if a pipeline makes something else than uint8 RGB of a probe; True also where it fails on probes."""
-    kind = transform_kind(pipeline)
-    found = probed(pipeline, forms_of(kind))
-    if found is None:
-        return True
+def _given(steps: Sequence[Any], image: Any) -> list[Any]:
+    """The image that each step is given, and the last one's result."""
+    given = [image]
+    for step in steps:
+        try:
+            image = called(step, copy.deepcopy(image))
+        except Exception as error:
+            # One that needs a box, or a larger image, leaves the image as it is.
+            if _has_numbers(step) and not any(map(has_user_code, steps)):
+                raise ConfigError(
+                    f"{_name(step)} fails on the images that it gets ({error}): it takes floats (write "
+                    "v2.ToDtype(torch.float32, scale=True) before it), and a number for each channel"
+                ) from error
+        given.append(image)
+    return given
+
+
+def _ending(steps: Sequence[Any], given: Sequence[Any], kind: TransformKind) -> Ending:
+    """The ending that the last steps of a pipeline are; or why they are none, in `because`.
+
+    Args:
+        given: the image that each step is given, and the last one's result.
+        kind: the pipeline's.
+
+    Returns:
+        Without names of steps, if none but the user's own changes a value.
+    """
+    look = _looked(_probes(given[0]))
+    names = list[str]()
+    normalizes = False
+    because = ""
+    if steps and not _is_rgb(given[0], kind):
+        because = _NO_RGB
+    for number, step in enumerate(steps):
+        seen = _looked(_made(step, look.images))
+        has_numbers = _has_numbers(step)
+        changes_values = has_numbers or seen[1:] != look[1:]
+        changes_form = [*map(type, seen.images)] != [*map(type, look.images)]
+        if seen.mean and (changes_values or changes_form):
+            look = seen
+        elif number:
+            because = because or f"{_name(steps[0])} stands before {_name(step)}"
+            changes_values = False
+        else:
+            look = _looked(_probes(given[1], as_floats=_is_float(given[1])))
+            # A library's whole pipeline in one step, which resizes, is as the user's own.
+            resizes = bool(seen.images) and not seen.dtype
+            changes_values = not resizes and not has_user_code(step)
+            because = _BY_CHANCE if changes_values else _NO_RGB
+        if changes_values:
+            names.append(_name(step))
+        if has_numbers and (changes_values or seen.images):
+            normalizes = True
+    because = because.format("".join(names[:1]))
+    return Ending(
+        ", ".join(names), look.dtype, look.mean, look.std, normalizes, because
+    )
+
+
+def _made(step: Any, images: Sequence[Any]) -> list[Any]:
+    """Return what a step makes of images; empty: it fails on them, draws, or is the user's."""
+    if has_user_code(step):
+        return []
+    if package_of(step) == "albumentations":
+        step.set_random_state(None, None)  # it fails if it draws
+    seed_process(0, 0)
+    expected = _draws()
+    seed_process(0, 0)
     try:
-        return is_rgb(RGB.of_image(found[1], kind))
+        made = [called(step, copy.deepcopy(image)) for image in images]
+    except Exception:
+        return []
+    return made if _draws() == expected else []
+
+
+def _draws() -> tuple[float, ...]:
+    """The next numbers of the process's generators."""
+    torch = sys.modules.get("torch")
+    of_torch = torch.rand((), device="cpu").item() if torch else 0
+    return random.random(), np.random.random(), of_torch
+
+
+def _looked(images: list[Any]) -> _Look:
+    """Look at the probes, as a step has made them."""
+    arrays = list(map(channels_last, images))
+    if [array.shape for array in arrays] != [_NOISE.shape] * len(_PROBES):
+        return _Look(images)
+    dtype = _dtype(images[0])
+    values = np.stack(arrays).reshape(-1, 3).astype(float)
+    pixels = _PROBES.reshape(-1, 3) / 255
+    limit = 4 * _EPSILONS.get(dtype, _EPSILON) * np.abs(values).max()
+    scale = np.ptp(values, axis=0)  # 0 and 1 are among the pixels
+    for digits in range(1, _MAX_DIGITS) if scale.all() else ():
+        # the shortest numbers that make these values
+        mean = (0 - (values.min(axis=0) / scale).round(digits)).tolist()
+        std = [float(f"{1 / number:.{digits}g}") for number in scale]
+        if np.abs((pixels - mean) / std - values).max() < limit:
+            return _Look(images, dtype, tuple(mean), tuple(std))
+    return _Look(images, dtype)
+
+
+def _probes(image: Any, as_floats: bool = False) -> list[Any]:
+    """The probes in the form of an image; or as floats in [0, 1]."""
+    form: Form = "array"
+    if is_pil(image):
+        form = "pil"
+    elif is_tensor(image):
+        form = "tensor"
+    probes = _PROBES / np.float32(255) if as_floats else _PROBES
+    return [in_form(probe, form) for probe in probes]
+
+
+def _is_rgb(image: Any, kind: TransformKind) -> bool:
+    try:
+        return is_rgb(RGB.of_image(image, kind))
     except ConfigError:
         return False
+
+
+def _dtype(image: Any) -> str:
+    """torch's name of the dtype of an image's values."""
+    return str(getattr(image, "dtype", "uint8")).removeprefix("torch.")
+
+
+def _is_float(image: Any) -> bool:
+    return "float" in _dtype(image)
+
+
+def _has_numbers(step: Any) -> bool:
+    """True for a library's step that has a mean and a std, or may run one that has."""
+    return any(
+        package_of(leaf) and hasattr(leaf, "mean") and hasattr(leaf, "std")
+        for leaf in leaves(step)
+    )
+
+
+def _name(step: Any) -> str:
+    return type(step).__name__
 
 
 def normalization(
@@ -172,138 +316,6 @@ def normalization(
     return replace(
         augment, mean=(0.0,) * len(ending.mean), std=(1.0,) * len(ending.std)
     )
-
-
-def _split(pipeline: Any) -> tuple[Any, list[Any]]:
-    """The pipeline without its last steps of this module, and these; None: nothing is left."""
-    steps = steps_of(pipeline)
-    if steps is None:
-        if _is_ending(pipeline):
-            return (None, [pipeline])
-        return (pipeline, [])
-    kept = list(steps)
-    ending = list[Any]()
-    while kept:
-        remaining, last_steps = _split(kept[-1])
-        if not last_steps:
-            break
-        ending = last_steps + ending
-        kept.pop()
-        if remaining is not None:
-            kept.append(remaining)
-            break
-    if not ending:
-        return pipeline, []
-    is_more = getattr(pipeline, "processors", None) or getattr(
-        pipeline, "additional_targets", None
-    )
-    return rebuilt(pipeline, kept) if kept or is_more else None, ending
-
-
-def _is_ending(step: Any) -> bool:
-    name = type(step).__name__
-    if package_of(step) == "torchvision":
-        return name in _OF_TORCHVISION and not (
-            name == "ToDtype" and _dtype_of(step) not in _KNOWN_DTYPES
-        )
-    if (
-        package_of(step) != "albumentations"
-        or name not in _OF_ALBUMENTATIONS
-        or step.p < 1
-    ):
-        return False
-    return name != "Normalize" or step.normalization == "standard"
-
-
-def _makes_floats(step: Any) -> bool:
-    name = type(step).__name__
-    if package_of(step) == "albumentations":
-        return name in ("Normalize", "ToFloat")
-    if package_of(step) != "torchvision":
-        return False
-    return name == "ToTensor" or (name in _CONVERTS and _dtype_of(step) in _FLOATS)
-
-
-_FLOATS = {"float16", "bfloat16", "float32", "float64"}
-_KNOWN_DTYPES = {"", "uint8", *_FLOATS}
-
-
-def _dtype_of(step: Any) -> str:
-    """The dtype that a conversion of torchvision gives to images; empty: it leaves them."""
-    dtype = step.dtype
-    if isinstance(dtype, dict):
-        by_name = {
-            getattr(kind, "__name__", kind): value for kind, value in dtype.items()
-        }
-        dtype = by_name.get("Image", by_name.get("Tensor", by_name.get("others")))
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _folded(steps: Sequence[Any]) -> Ending | None:
-    """The ending of steps on uint8 images; None: one of them needs floats."""
-    mean = np.zeros(1)
-    std = np.ones(1) / _MAX
-    dtype = "uint8"
-    normalizes = False
-    for step in steps:
-        name = type(step).__name__
-        is_byte = dtype == "uint8"
-        if name in _LAYOUT:
-            continue
-        if name in _CONVERTS:
-            target_dtype = "float32" if name == "ToTensor" else _dtype_of(step)
-            if target_dtype == "uint8" and not is_byte:
-                return None
-            if is_byte and target_dtype in _FLOATS and getattr(step, "scale", True):
-                std = np.ones(1)
-            if target_dtype and (is_byte or name != "ToTensor"):
-                dtype = target_dtype
-        elif name == "ToFloat":
-            std = std * (step.max_value or (_MAX if is_byte else 1))
-            dtype = "float32"
-        elif package_of(step) == "torchvision" and is_byte:
-            return None
-        else:
-            whole = step.max_pixel_value if package_of(step) == "albumentations" else 1
-            mean = mean + std * _numbers(step, "mean") * whole
-            std = std * _numbers(step, "std") * whole
-            normalizes = True
-            if package_of(step) == "albumentations":
-                dtype = "float32"
-    names = ", ".join(
-        type(step).__name__ for step in steps if type(step).__name__ not in _LAYOUT
-    )
-    return Ending(names, dtype, _for_channels(mean), _for_channels(std), normalizes)
-
-
-def _by_library(every: Sequence[Any], first: int) -> Ending:
-    """The ending of a pipeline that makes floats before it ends."""
-    name = type(every[first]).__name__
-    behind = [step for step in every[first + 1 :] if not _is_ending(step)]
-    because = f"{name} is applied by chance, or depends on the image"
-    if behind:
-        because = f"{name} stands before {type(behind[0]).__name__}"
-    float_steps = [step for step in every[first:] if _is_ending(step)]
-    folded = _folded(float_steps)
-    normalizes = any(type(step).__name__ == "Normalize" for step in every)
-    if folded is None or folded.dtype == "uint8":
-        return Ending(
-            name, "float32", (0.0,) * 3, (1.0,) * 3, normalizes, False, because
-        )
-    return replace(folded, normalizes=normalizes, on_device=False, because=because)
-
-
-def _numbers(step: Any, name: str) -> np.ndarray:
-    return np.asarray(getattr(step, name), np.float64).ravel()
-
-
-def _for_channels(numbers: np.ndarray) -> tuple[float, ...]:
-    if numbers.size not in (1, 3):
-        raise ConfigError(
-            f"Normalize has {numbers.size} channels, and images have 3: give 3 numbers, or one"
-        )
-    # 12 digits: a division by 255 and its opposite are to leave the number that was given.
-    return tuple(float(f"{number:.12g}") for number in np.broadcast_to(numbers, 3))
 
 
 def _text(numbers: Sequence[float]) -> str:

@@ -13,7 +13,6 @@ the choice depends only on the transform, and is the same in every process.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from raypipe.transform.pipelines import (
     steps_of,
 )
 from raypipe.transform.process_state import process_kept, seed_process
+from raypipe.transform.user_code import copied
 
 Form = Literal["array", "tensor", "pil"]
 
@@ -97,15 +97,15 @@ def probed(
                 noise = np.random.default_rng(number)
                 image = noise.integers(0, 256, (*sides, 3), np.uint8)
                 seed_process(number, number)
+                # The generators that it holds stay as they are.
+                code, given = copied((fitting, arguments))
                 with contextlib.suppress(Exception):
-                    return form, _called(fitting, in_form(image, form), arguments)
+                    return form, called(code, in_form(image, form), given)
     return None
 
 
-def _called(transform: Any, image: Any, arguments: Mapping[str, Any]) -> Any:
-    """Call a copy of a transform, so that its own generators stay as they are."""
-    with contextlib.suppress(Exception):  # a lock, an open file, …
-        transform, arguments = copy.deepcopy((transform, arguments))
+def called(transform: Any, image: Any, arguments: Mapping[str, Any] = {}) -> Any:
+    """The image that a transform makes of another."""
     if package_of(transform) == "albumentations":
         return transform(image=image)[IMAGE]
     return transform(image, **arguments)

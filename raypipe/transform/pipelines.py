@@ -82,6 +82,43 @@ def leaves(pipeline: Any) -> Iterator[Any]:
         yield from leaves(step)
 
 
+def flat(pipeline: Any) -> Iterator[Any]:
+    """The steps of a pipeline, and of the plain sequences of steps in it."""
+    steps = steps_of(pipeline)
+    if steps is None:
+        yield pipeline
+        return
+    for step in steps:
+        yield from flat(step)
+
+
+def shortened(pipeline: Any, num_steps: int) -> Any:
+    """A pipeline of the first steps of another one's `flat`; None: there are none, and nothing else is in it."""
+    steps = steps_of(pipeline)
+    if steps is None:
+        return pipeline if num_steps else None
+    kept = []
+    for step in steps:
+        first_steps = shortened(step, num_steps)
+        if first_steps is not None:
+            kept.append(first_steps)
+        num_steps = max(0, num_steps - len(list(flat(step))))
+    is_more = getattr(pipeline, "processors", None) or getattr(
+        pipeline, "additional_targets", None
+    )
+    return rebuilt(pipeline, kept) if kept or is_more else None
+
+
+def has_user_code(pipeline: Any) -> bool:
+    """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
+    if pipeline is None or isinstance(pipeline, Program):
+        return False
+    return any(
+        package_of(step) == "" or type(step).__name__ == "Lambda"
+        for step in leaves(pipeline)
+    )
+
+
 def is_composition(step: Any) -> bool:
     """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
     if package_of(step) == "albumentations":

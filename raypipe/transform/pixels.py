@@ -39,8 +39,8 @@ class Pixels:
         Tensors have their channels first; arrays have them last, or, from torchvision's, maybe first.
         """
         by_torchvision = kind in ("torchvision", "pil")
-        layout = "CHW" if by_torchvision or _is_tensor(result) else "HWC"
-        array = _channels_last(result)
+        layout = "CHW" if by_torchvision or is_tensor(result) else "HWC"
+        array = channels_last(result)
         if isinstance(array, np.ndarray):
             if by_torchvision and array is result and len(array) in (1, 3):
                 array = np.moveaxis(array, 0, -1)
@@ -78,9 +78,9 @@ class Pixels:
 
 def _came(result: Any) -> str:
     """Return the words for what a transform returned."""
-    if _is_pil(result):
+    if is_pil(result):
         return f"a PIL image of mode {result.mode}"
-    if isinstance(result, np.ndarray) or _is_tensor(result):
+    if isinstance(result, np.ndarray) or is_tensor(result):
         return f"{result.dtype} of shape {tuple(result.shape)}"
     return f"a {type(result).__name__}"
 
@@ -88,19 +88,19 @@ def _came(result: Any) -> str:
 def _view(given: Any) -> Any:
     """The array of a view, whose crops may be a list; anything else as it is."""
     if not isinstance(given, list | tuple):
-        return _channels_last(given)
-    crops = [*map(_channels_last, given)]
+        return channels_last(given)
+    crops = [*map(channels_last, given)]
     shapes = {getattr(crop, "shape", None) for crop in crops}
     if len(shapes) == 1 and None not in shapes:
         return np.stack(crops)
     return crops
 
 
-def _channels_last(value: Any) -> Any:
+def channels_last(value: Any) -> Any:
     """A tensor (…, C, H, W) as an array (…, H, W, C), as is a PIL image; an array, or anything else, as it is."""
-    if _is_pil(value):
+    if is_pil(value):
         return np.array(value)
-    if not _is_tensor(value):
+    if not is_tensor(value):
         return value
     if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
         value = value.float()
@@ -114,11 +114,11 @@ def _is_of(value: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     return _is_of(value, "torch", "Tensor")
 
 
-def _is_pil(value: Any) -> bool:
+def is_pil(value: Any) -> bool:
     return _is_of(value, "PIL.Image", "Image")
 
 

@@ -50,7 +50,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         by_library: Albumentations makes named steps, with targets and arrays.
 
     Returns:
-        A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; of views, `View` by name, with
+        A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; for views, `View` by name, with
         these. The pipeline of `module:name` lacks its ending, see `raypipe.transform.split_endings`.
 
     Raises:

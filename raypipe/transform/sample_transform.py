@@ -41,7 +41,7 @@ from raypipe.transform.decode.jpeg import Box, Undecoded
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
-from raypipe.transform.pipelines import leaves, package_of, transform_kind
+from raypipe.transform.pipelines import has_user_code, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
@@ -109,7 +109,7 @@ class SampleTransform:
         elif self.kind == "albumentations":
             transform = copy.deepcopy(transform)
         self.transform = for_form(transform, self._form)
-        self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
+        self.has_user_code = self.kind == "plain" or has_user_code(self.transform)
         self._hand_generators()
         self.crop_target: Sides | None = None
         if self.program and pixels.is_rgb:
@@ -289,16 +289,6 @@ def _split_program(
     if program is not None and not program.takes_points and has_points:
         return None, []
     return program, remaining_steps
-
-
-def _has_user_code(pipeline: Any) -> bool:
-    """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
-    if pipeline is None or isinstance(pipeline, Program):
-        return False
-    return any(
-        package_of(step) == "" or type(step).__name__ == "Lambda"
-        for step in leaves(pipeline)
-    )
 
 
 def _size_of_crop(pipeline: Any) -> Sides | None:

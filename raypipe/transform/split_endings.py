@@ -13,12 +13,10 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.transform.ending import Ending, take_ending
-from raypipe.transform.pipelines import transform_kind
+from raypipe.transform.pipelines import flat, transform_kind
 from raypipe.transform.presets import imported
 from raypipe.transform.transform_steps import Steps, brief, build_steps
 from raypipe.transform.views import find_views
-
-_ENDING_STEPS = {"Normalize", "ToFloat", "ToTensorV2"}
 
 
 def take_endings(
@@ -31,18 +29,18 @@ def take_endings(
     """
     if config.decode_as == "array":  # arrays may be floats, which the library makes
         return dict(transforms), {}
-    rests = dict[Split, Any]()
+    without_endings = dict[Split, Any]()
     endings = dict[Split, Ending]()
     for split, transform in transforms.items():
-        rests[split], ending = _taken(transform, config.final_size)
+        without_endings[split], ending = _taken(transform, config.final_size)
         if ending:
             endings[split] = ending
     for split in transforms.keys() - endings.keys():
         for other_split, ending in endings.items():
             _check_agreement(split, transforms[split], other_split, ending)
-            endings[split] = replace(ending, on_device=True, because="", is_own=False)
+            endings[split] = replace(ending, because="", is_own=False)
             break
-    return rests, endings
+    return without_endings, endings
 
 
 def _check_agreement(
@@ -74,40 +72,39 @@ def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
 
 
 def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
-    built = build_steps(steps)
-    without_ending, ending = take_ending(built)
-    if without_ending is built:
+    pipeline = build_steps(steps)
+    without_ending, ending = take_ending(pipeline)
+    if without_ending is pipeline:
         return steps, ending
-    kept = list(steps)
-    while kept and _ENDING_STEPS & kept[-1].keys():
-        kept.pop()
-    if len(kept) == len(steps):  # they are in a pipeline within the list
+    if without_ending is None:
+        return "none", ending
+    if len(list(flat(pipeline))) != len(steps):
+        # They are in a pipeline within the list.
         return without_ending, ending
-    return kept or "none", ending
+    return steps[: len(list(flat(without_ending)))], ending
 
 
 def _taken_from_views(
     views: Mapping[str, Any], size: int
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
-    rests = dict[str, Any]()
-    endings = list[tuple[str, Ending | None]]()
+    without_endings = dict[str, Any]()
+    endings = dict[str, tuple[str, Ending | None]]()
     for name, view in find_views(views, size).items():
         taken = [_taken(transform, size) for transform in view.transforms]
-        rests[name] = replace(view, transforms=tuple(rest for rest, _ in taken))
-        endings += [
-            (name, ending)
-            for transform, (_, ending) in zip(view.transforms, taken, strict=True)
-            if not _is_named(transform)
-        ]
-    for name, ending in endings:
-        first_name, first = endings[0]
-        if (ending and ending.described) != (first and first.described):
-            raise ConfigError(
-                f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with {_described(first)}: "
-                "end the pipelines of all views alike"
-            )
-    return rests, next((ending for _, ending in endings if ending), None)
+        without_endings[name] = replace(
+            view, transforms=tuple(kept for kept, _ in taken)
+        )
+        for transform, (_, ending) in zip(view.transforms, taken, strict=True):
+            if not _is_named(transform):
+                endings.setdefault(ending.described if ending else "", (name, ending))
+    if len(endings) > 1:
+        (first_name, first), (name, ending) = list(endings.values())[:2]
+        raise ConfigError(
+            f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with {_described(first)}: "
+            "end the pipelines of all views alike"
+        )
+    return without_endings, next((ending for _, ending in endings.values()), None)
 
 
 def _is_named(transform: Any) -> bool:

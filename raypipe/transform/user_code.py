@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import bdb
+import copy
+import functools
 import inspect
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raypipe.errors import ConfigError, SampleError, TransformError
@@ -35,3 +39,33 @@ def rng_parameter(transform: Any) -> str | None:
         if name in parameters and parameters[name].kind in by_name
     )
     return next(names, None)
+
+
+def copied(code: Any) -> Any:
+    """A copy of a user's code with its own state, as far as it can be copied; else the code itself."""
+    if isinstance(code, types.FunctionType) and code.__closure__:
+        cells = tuple(types.CellType(copied(content)) for content in _contents(code))
+        twin = types.FunctionType(
+            code.__code__, code.__globals__, code.__name__, code.__defaults__, cells
+        )
+        twin.__kwdefaults__ = code.__kwdefaults__
+        twin.__dict__ = dict(code.__dict__)
+        return functools.update_wrapper(twin, code, updated=())
+    if isinstance(code, Mapping):
+        return {name: copied(value) for name, value in code.items()}
+    if isinstance(code, list | tuple):
+        if type(code) in (list, tuple):
+            return type(code)(map(copied, code))
+        return code
+    try:
+        return copy.deepcopy(code)
+    except Exception:  # a lock, an open file, …
+        return code
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that is bound later
+            yield None

@@ -11,8 +11,13 @@ import pytest
 from pictures import picture
 
 from raypipe.commands import copies
-from raypipe.commands.convert import _with_later, convert
-from raypipe.commands.copies import CopySettings, shard_fingerprint, write_shard
+from raypipe.commands.convert import convert
+from raypipe.commands.copies import (
+    CopySettings,
+    shard_fingerprint,
+    write_shard,
+)
+from raypipe.commands.store_samples import StoreRows, _with_later
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
@@ -181,16 +186,14 @@ def test_a_missing_label_is_not_copied_as_nan() -> None:
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     boxes = [[[0.1, 2, 3.5, 4, 1]], [], [[1, 2, 3, 4, 5]]]
-    store, file = (
-        MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}),
-        tmp_path / "copy.lmdb",
-    )
+    store = MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes})
     types = column_types(store.read(np.arange(3), tuple(store.schema.names)), "x")
     assert types["boxes"] == "string"
-    assert list(write_shard(store, file, 0, 3, CopySettings(columns=types))) == [
-        (3, 0, 3 * len(picture(0)), [])
-    ]
-    copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
+    settings = CopySettings(dst=str(tmp_path), suffix=".lmdb", columns=types)
+    part, end = write_shard(StoreRows(store, 0, 3, settings), 0, 7, settings)
+    assert part == (3, 0, 3 * len(picture(0)), (), None)
+    assert end.shard == (7, "00007.lmdb")
+    copied = open_store(tmp_path / "00007.lmdb").read(np.arange(3), ("boxes",))["boxes"]
     assert [json.loads(text) for text in copied] == [
         np.asarray(each).tolist() for each in boxes
     ]
@@ -232,23 +235,31 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         return shard_fingerprint(file, columns)
 
     monkeypatch.setattr(copies, "shard_fingerprint", damaged)
-    copy = write_shard(
-        MemoryStore(images, None),
-        tmp_path / f"a{suffix}",
-        0,
-        100,
-        CopySettings(columns={"image": "binary"}),
+    settings = CopySettings(
+        dst=str(tmp_path), suffix=suffix, columns={"image": "binary"}
     )
+    rows = StoreRows(MemoryStore(images, None), 0, 100, settings)
     with pytest.raises(
-        StoreError, match=f"a{suffix} does not read back as it was written"
+        StoreError, match=f"00000{suffix} does not read back as it was written"
     ):
-        list(copy)
+        list(write_shard(rows, 0, 0, settings))
 
 
 def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
-    file, store = tmp_path / "copy.lmdb", MemoryStore([picture(0)] * 200, [0] * 200)
-    settings = CopySettings(columns={"image": "binary", "label": "int64"})
-    copy = write_shard(store, file, 0, 200, settings)
-    assert next(copy)[0] == 64
+    store = MemoryStore([picture(0)] * 200, [0] * 200)
+    columns = {"image": "binary", "label": "int64"}
+    settings = CopySettings(dst=str(tmp_path), suffix=".lmdb", columns=columns)
+    copy = write_shard(StoreRows(store, 0, 200, settings), 0, 0, settings)
+    assert next(copy).samples == 64
     copy.close()
-    assert not file.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_a_task_left_is_written_again(tmp_path: Path) -> None:
+    (tmp_path / "00000.lmdb").write_bytes(b"x")
+    settings = CopySettings(
+        dst=str(tmp_path), suffix=".lmdb", columns={"image": "binary"}
+    )
+    rows = StoreRows(MemoryStore([picture(0)] * 3, None), 0, 3, settings)
+    assert list(write_shard(rows, 0, 0, settings))[-1].shard == (0, "00000.lmdb")
+    assert len(open_store(tmp_path / "00000.lmdb")) == 3

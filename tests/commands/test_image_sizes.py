@@ -17,9 +17,11 @@ from raypipe.commands import cli
 from raypipe.commands.copies import (
     NO_SIZE,
     CopySettings,
+    Report,
     header_sides,
     write_shard,
 )
+from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
@@ -33,6 +35,15 @@ def on_its_side(height: int, width: int) -> bytes:
     exif[0x0112] = 6
     Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(out, "JPEG", exif=exif)
     return out.getvalue()
+
+
+def written(store: MemoryStore, folder: Path, settings: CopySettings) -> list[Report]:
+    """The reports of a task that writes a store as 00000.lmdb, or the suffix of the settings."""
+    settings = replace(
+        settings, dst=str(folder), suffix=settings.suffix or ".lmdb", source="x"
+    )
+    rows = StoreRows(store, 0, len(store), settings)
+    return list(write_shard(rows, 0, 0, settings))
 
 
 PNG = cv2.imencode(".png", np.zeros((5, 9, 3), np.uint8))[1].tobytes()
@@ -79,13 +90,11 @@ def test_a_conversion_refuses_what_no_decoder_reads(
     with pytest.raises(
         SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"
     ):
-        list(write_shard(source, tmp_path / "a.lmdb", 0, 2, settings))
-    skipping = replace(settings, on_bad_sample="skip")
-    (part,) = write_shard(source, tmp_path / "b.lmdb", 0, 2, skipping)
-    assert part[0] == 2 and [index for index, _ in part[3]] == [1]
-    assert open_store(tmp_path / "b.lmdb").read(np.arange(1), ("image",))["image"] == [
-        PNG
-    ]
+        written(source, tmp_path, settings)
+    part, _ = written(source, tmp_path, replace(settings, on_bad_sample="skip"))
+    assert part.samples == 2 and [index for index, _ in part.skipped] == [1]
+    store = open_store(tmp_path / "00000.lmdb")
+    assert store.read(np.arange(1), ("image",))["image"] == [PNG]
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
@@ -94,11 +103,13 @@ def test_a_conversion_writes_the_sizes_of_all_images(
     suffix: str, exif: bool, expected: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
-    source, file = MemoryStore(IMAGES, range(4)), tmp_path / f"a{suffix}"
-    settings = CopySettings(columns=types, sized=("width", "height"), exif=exif)
-    (part,) = write_shard(source, file, 0, 4, settings)
-    assert part == (4, 0, sum(map(len, IMAGES)), [])
-    found = open_store(file).read(np.arange(4), ("image", "width", "height"))
+    sized = ("width", "height")
+    settings = CopySettings(columns=types, sized=sized, exif=exif, suffix=suffix)
+    part, end = written(MemoryStore(IMAGES, range(4)), tmp_path, settings)
+    assert part == (4, 0, sum(map(len, IMAGES)), (), None)
+    assert end.shard == (0, f"00000{suffix}")
+    store = open_store(tmp_path / f"00000{suffix}")
+    found = store.read(np.arange(4), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
     assert list(zip(found["width"], found["height"], strict=True)) == expected
 
@@ -109,8 +120,8 @@ def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
         [picture(0, 40, 60)], None, columns={"width": [60], "height": [40]}
     )
     settings = CopySettings(columns=types, sized=("width", "height"), short_side=20)
-    list(write_shard(source, tmp_path / "a.lmdb", 0, 1, settings))
-    found = open_store(tmp_path / "a.lmdb").read(
+    written(source, tmp_path, settings)
+    found = open_store(tmp_path / "00000.lmdb").read(
         np.arange(1), ("image", "width", "height")
     )
     assert decode(found["image"][0]).shape == (20, 30, 3)

@@ -53,7 +53,7 @@ def test_a_step_is_a_table_and_a_picture(
         *("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
     ]
     assert (
-        "mixed with row" in rows[0]
+        "mixed with partner" in rows[0]
         and f", key {result['samples'][0]['index']}" in rows[0]
     )
 
@@ -79,7 +79,7 @@ def test_steps_are_named_in_several_ways(
     [
         ({}, "name a step, --step N, from 1 to 12, or --epoch E"),
         ({"step": "13"}, "has the steps 1 to 12"),
-        ({"step": "4..2"}, "ends before it begins"),
+        ({"step": "4..2"}, "must be a step, N, or several"),
         ({"step": "x"}, "must be a step, N, or several"),
         ({"step": "7", "epoch": 0}, "epoch 0 has the steps 1 to 6, and no step 7"),
         ({"step": "train-e0002-s000000-m000"}, "has no micro-batch train-e0002"),
@@ -106,6 +106,8 @@ def test_a_comparison_is_printed(run: str, capsys: pytest.CaptureFixture[str]) -
     assert result["equal"] is True
     print_replay(result)
     assert capsys.readouterr().out.splitlines() == [
-        "samples: the same for 12 steps",
-        "pixels: the same at the steps 1, 7",
+        f"{run} and {run}",
+        "  equal           yes",
+        "  compared steps  12",
+        "  made steps      1, 7",
     ]

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from raypipe.commands.convert import convert
-from raypipe.commands.copies import CopySettings, class_numbers, write_shard
+from raypipe.commands.copies import (
+    CopySettings,
+    class_numbers,
+    write_shard,
+)
+from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import MemoryStore, Store, open_store
 
@@ -25,10 +30,14 @@ def folder(root: Path, *names: str) -> Store:
 
 
 def copy(store: Store, file: Path, classes: tuple[str, ...], **options: Any) -> Store:
-    class_numbers(store, classes)
+    file.mkdir()
+    options |= {"dst": str(file), "suffix": file.suffix}
+    numbers = class_numbers("x", True, store.classes, classes)
     columns = {"image": "binary", "label": "int64", "name": "string"}
-    settings = CopySettings(classes=classes, **options).of_columns(columns)
-    list(write_shard(store, file, 0, len(store), settings))
+    settings = CopySettings(classes=classes, numbers=numbers, **options)
+    settings = settings.of_columns(columns)
+    rows = StoreRows(store, 0, len(store), settings)
+    list(write_shard(rows, 0, 0, settings))
     return open_store(file)
 
 
@@ -39,7 +48,7 @@ def test_a_copy_has_the_labels_of_the_classes_that_it_is_given(tmp_path: Path) -
     assert copied.classes == ("c", "b", "a") and read["label"].tolist() == [2, 0]
     assert read["name"] == ["a/0.png", "c/1.png"]
     with pytest.raises(ConfigError, match="has the class 'c' too: add it"):
-        class_numbers(store, ("a", "b"))
+        class_numbers("x", True, store.classes, ("a", "b"))
 
 
 def test_classes_name_the_labels_of_a_store_without_names(tmp_path: Path) -> None:
@@ -49,7 +58,7 @@ def test_classes_name_the_labels_of_a_store_without_names(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match="has the label 1, and classes names 1"):
         copy(store, tmp_path / "b.lmdb", ("x",))
     with pytest.raises(ConfigError, match="has no integer labels to name"):
-        class_numbers(MemoryStore([PNG], None), ("x",))
+        class_numbers("x", False, None, ("x",))
 
 
 def test_a_copy_keeps_the_names_of_samples_that_follow_a_bad_one(

@@ -76,12 +76,11 @@ class TestTasks:
                 ResourceError,
                 match=f"1 CPU for the count, since other jobs hold all 4 of {where}",
             ):
-                list(run_tasks("the count", here, counting(), [([1],)], 1))
+                count_cpus("the count", here)
 
     def test_a_cpu_that_was_taken_since_the_look_is_an_error_too(
         self, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tasks, "_wait_for_cpu", lambda work, here: None)
         monkeypatch.setattr(tasks, "_BEGIN_S", 0.0)
         monkeypatch.setattr(tasks, "_LOOK_S", 0.5)
         with pytest.raises(ResourceError, match="1 CPU for the count, since other"):

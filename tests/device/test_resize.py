@@ -139,3 +139,14 @@ def test_one_color_stays_that_color_at_any_scale() -> None:
     maps = encoded([saved(0, sides=(1000, 40))] * 2, "resize")[MAP]
     plain = torch.full((3, 1000, 40), 251, dtype=torch.uint8)
     assert resize_boxes([plain, plain], maps).unique().tolist() == [251]
+
+
+def test_images_that_stay_as_they_are_have_the_bits_of_the_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = [saved(number, sides=(48, 36)) for number in range(4)]
+    maps = encoded(images, [{"Resize": {"height": 48, "width": 36}}])[MAP]
+    whole = [torch.from_numpy(decode(image)).permute(2, 0, 1) for image in images]
+    copied = resize_boxes(whole, maps)
+    monkeypatch.setattr("raypipe.device.resize._are_whole", lambda axes: False)
+    assert torch.equal(resize_boxes(whole, maps), copied)

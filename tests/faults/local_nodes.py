@@ -141,7 +141,7 @@ def kill(
     all_of_them: bool = False,
     number: int = signal.SIGKILL,
 ) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not (found := sorted(workers(name), key=lambda p: p.pid)):
         assert time.monotonic() < deadline, f"there is no {name} to kill"
         time.sleep(0.05)

@@ -293,7 +293,7 @@ def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path) -> No
             run.until(lambda run=run: run.step > 0, "its first steps")
             run.hurts("gcs_server", number)
         for run, _, said in cases:
-            told = f"the head of the Ray cluster {said} 1. s; the run ends in"
+            told = f"the head of the Ray cluster {said} [0-9]+ s; the run ends in"
             run.until(lambda run=run, told=told: run.said(told), "a line")
         for run, _, said in cases:
             assert run.ends() == 1
@@ -330,7 +330,7 @@ def test_a_stop_ends_a_run_whose_storage_does_not_answer(tmp_path: Path) -> None
             proxy.outage = lambda authorization: (503, "SlowDown")
             once.signal(signal.SIGTERM)
             twice.signal(signal.SIGTERM)
-            time.sleep(1.5)
+            time.sleep(5)  # within a second it would be one signal
             twice.signal(signal.SIGTERM)
             for run in (once, twice):
                 assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])

@@ -183,7 +183,7 @@ def test_places_that_the_run_does_not_have_are_findings_not_a_hang(run: Path) ->
     (run / "digests" / f"epoch-{10**12}-rank-0000.jsonl").write_text("")
     result = audit(str(run), samples=0)
     missing, foreign = result["findings"]
-    assert "has no line, nor do" in missing["text"]
+    assert missing["text"] == "epoch 2: no line"
     assert f"s{10**18}" in foreign["text"]
 
 
@@ -224,7 +224,7 @@ def test_an_address_that_a_run_names_is_called_by_the_word_of_trust(
         called.extend([address] * ("stranger" in address))
         return open_filesystem(address)
 
-    for module in ("stores.addresses", "history.quarantined"):
+    for module in ("stores.addresses", "history.drawn_at"):
         monkeypatch.setattr(f"raypipe.{module}.open_filesystem", opened)
     altered_start(run, place, "gone://stranger/a.tar")
     shutil.rmtree(run / "quarantine")

@@ -16,19 +16,40 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypipe.device.prefetcher import Batch
+from raypipe.plan.places import Cursor
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 
 EVERY = 2
 
 
-def spec_of(store: str) -> raypipe.StreamSpec:
+def spec_of(
+    train: str | Path, val: str | Path | None = "", per_step: int = 4
+) -> raypipe.StreamSpec:
+    """Two epochs of steps of 16 samples, in so many micro-batches.
+
+    Args:
+        val: "" = `train`; None = no validation.
+    """
     return raypipe.open_stream(
-        store,
-        store,
-        plan=raypipe.PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=16),
+        train,
+        train if val == "" else val,
+        plan=raypipe.PlanConfig(
+            epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
+        ),
         transform=raypipe.TransformConfig(train="small", val="resize", size=12),
         pool=raypipe.PoolConfig(engine="inline"),
     )
+
+
+def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
+    """A rank's loader, in this process."""
+
+    def opened(start: Cursor, only: Any = None) -> HostStream:
+        return HostStream(inline_batches(spec, start, rank, world_size))
+
+    return Loader(spec, opened, rank, world_size, cursor=spec.plan.start())
 
 
 class Net(torch.nn.Module):

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from accelerate import Accelerator
 from accelerated import forget_accelerate
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
-
-
-@pytest.fixture(scope="module")
-def spec_of(stores: dict[str, Path]) -> Callable[[int, bool], StreamSpec]:
-    """Two epochs of six steps of 16 samples, in so many micro-batches; with a validation or without."""
-
-    @cache
-    def spec(per_step: int = 4, validates: bool = False) -> StreamSpec:
-        return open_stream(
-            stores["train"],
-            stores["val"] if validates else None,
-            plan=PlanConfig(
-                epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
-            ),
-            transform=TransformConfig(train="small", val="resize", size=12),
-            pool=PoolConfig(engine="inline"),
-        )
-
-    return spec
 
 
 class Loop:
@@ -135,7 +112,7 @@ class Loop:
             self.synced.append(self.seen[-1])
 
 
-Specs = Callable[[int, bool], StreamSpec]
+Specs = Callable[..., StreamSpec]
 
 
 @pytest.mark.parametrize(("every", "dies_at"), [(4, 9), (8, 17), (24, 24), (28, 30)])
@@ -180,19 +157,6 @@ def test_an_epoch_that_is_left_early_is_over_for_a_resume(
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
-def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    """A rank's loader, in this process."""
-    return Loader(
-        spec,
-        lambda start, only=None: HostStream(
-            inline_batches(spec, start, rank, world_size)
-        ),
-        rank,
-        world_size,
-        cursor=spec.plan.start(),
-    )
-
-
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1), (2, 4), (4, 1)])
 def test_a_state_resumes_in_step_on_another_number_of_ranks(
     saved: int, resumed: int, spec_of: Specs, tmp_path: Path
@@ -200,8 +164,8 @@ def test_a_state_resumes_in_step_on_another_number_of_ranks(
     """After an odd number of steps, so that one count of batches is no multiple of the other's."""
     spec, folder = spec_of(4, False), tmp_path / "state"
     every = 3 * 4 // saved
-    Loop(rank_of(spec, 0, saved), folder, every=every, dies_at=every).run()
-    after = Loop(rank_of(spec, 0, resumed), folder).run()
+    Loop(ranks.rank_of(spec, 0, saved), folder, every=every, dies_at=every).run()
+    after = Loop(ranks.rank_of(spec, 0, resumed), folder).run()
     last = 4 - resumed
     assert after.seen[0] == (0, 3, 0)
     assert after.synced == [(step // 6, step % 6, last) for step in range(3, 12)]

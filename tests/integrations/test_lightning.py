@@ -6,12 +6,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
+import ranks
 import torch
 from lightning.pytorch.callbacks import (
     Checkpoint,
@@ -20,13 +20,10 @@ from lightning.pytorch.callbacks import (
 )
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.integrations.lightning import StreamDataModule
 from raypipe.streaming.handover import loader
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -85,25 +82,6 @@ def formed(batch: Batch) -> Any:
         "target": batch.target.clamp(min=0),
         "at": where(batch),
     }
-
-
-@pytest.fixture(scope="module")
-def spec_of(stores: dict[str, Path]) -> Callable[[int], StreamSpec]:
-    """Two epochs of six steps of 16 samples, in so many micro-batches."""
-
-    @cache
-    def spec(per_step: int = 4) -> StreamSpec:
-        return open_stream(
-            stores["train"],
-            stores["val"],
-            plan=PlanConfig(
-                epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
-            ),
-            transform=TransformConfig(train="small", val="resize", size=12),
-            pool=PoolConfig(engine="inline"),
-        )
-
-    return spec
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +168,7 @@ HOOKS = [
 
 @pytest.mark.parametrize(("hook", "number"), HOOKS)
 def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
-    hook: str, number: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+    hook: str, number: int, spec_of: Callable[..., StreamSpec], tmp_path: Path
 ) -> None:
     spec, flags = spec_of(4), {"limit_val_batches": 4}
     whole = fit(loader(spec), **flags)
@@ -222,7 +200,7 @@ def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
     ],
 )
 def test_each_trigger_of_checkpoints_resumes_with_equal_weights(
-    saves: Any, per_step: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+    saves: Any, per_step: int, spec_of: Callable[..., StreamSpec], tmp_path: Path
 ) -> None:
     spec, flags = (
         spec_of(per_step),
@@ -244,19 +222,6 @@ def test_each_trigger_of_checkpoints_resumes_with_equal_weights(
     assert equal(resumed, whole) and 0 < resumed.num("train") < whole.num("train")
 
 
-def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    """A rank's loader, in this process."""
-    return Loader(
-        spec,
-        lambda start, only=None: HostStream(
-            inline_batches(spec, start, rank, world_size)
-        ),
-        rank,
-        world_size,
-        cursor=spec.plan.start(),
-    )
-
-
 @pytest.mark.parametrize(
     ("saved", "resumed", "batch"),
     [(1, 2, 6), (1, 2, 12), (2, 1, 3), (2, 1, 12), (2, 4, 2)],
@@ -265,17 +230,17 @@ def test_a_checkpoint_resumes_at_its_step_on_another_number_of_ranks(
     saved: int,
     resumed: int,
     batch: int,
-    spec_of: Callable[[int], StreamSpec],
+    spec_of: Callable[..., StreamSpec],
     tmp_path: Path,
 ) -> None:
     spec, path = spec_of(4), tmp_path / "saved.ckpt"
     first = fit(
-        rank_of(spec, 0, saved),
+        ranks.rank_of(spec, 0, saved),
         callbacks=[At("on_train_batch_end", batch, path)],
         limit_val_batches=0,
     )
     steps = len(first.seen) // (4 // saved)
-    after = fit(rank_of(spec, 1 % resumed, resumed), path, limit_val_batches=0)
+    after = fit(ranks.rank_of(spec, 1 % resumed, resumed), path, limit_val_batches=0)
     whole = [
         Place("train", *divmod(step, 6), micro)
         for step in range(12)
@@ -309,7 +274,7 @@ def test_a_flag_of_lightning_keeps_its_meaning(
     per_step: int,
     num_steps: int,
     num_val: float,
-    spec_of: Callable[[int], StreamSpec],
+    spec_of: Callable[..., StreamSpec],
 ) -> None:
     """Flags that count batches are given in steps here; `num_val` is in whole validations."""
     spec, given = spec_of(per_step), dict(flags)
@@ -340,7 +305,7 @@ def test_skipped_steps_never_come_and_a_resume_goes_around_them(
     skip: list[int | str],
     hook: str,
     number: int,
-    spec_of: Callable[[int], StreamSpec],
+    spec_of: Callable[..., StreamSpec],
     tmp_path: Path,
 ) -> None:
     whole = spec_of(4)
@@ -370,7 +335,7 @@ def test_skipped_steps_never_come_and_a_resume_goes_around_them(
 
 @pytest.mark.parametrize(("fast", "num"), [(True, 1), (3, 3)])
 def test_a_fast_dev_run_makes_the_batches_that_it_uses(
-    fast: Any, num: int, spec_of: Callable[[int], StreamSpec]
+    fast: Any, num: int, spec_of: Callable[..., StreamSpec]
 ) -> None:
     found = fit(loader(spec_of(4)), fast_dev_run=fast)
     assert (found.num("train"), found.num("val")) == (num, num)
@@ -395,14 +360,14 @@ def test_a_fast_dev_run_makes_the_batches_that_it_uses(
     ],
 )
 def test_a_flag_that_contradicts_the_plan_is_refused_by_name(
-    flags: Flags, message: str, spec_of: Callable[[int], StreamSpec]
+    flags: Flags, message: str, spec_of: Callable[..., StreamSpec]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(loader(spec_of(4)), **flags)
 
 
 def test_lightning_evaluates_before_and_after_a_fit(
-    spec_of: Callable[[int], StreamSpec],
+    spec_of: Callable[..., StreamSpec],
 ) -> None:
     stream, module = loader(spec_of(4)), Module()
     num = num_filled(spec_of(4))
@@ -445,7 +410,7 @@ class ByHand(Module):
 
 @pytest.mark.parametrize("per_step", [1, 4])
 def test_a_module_may_step_by_hand_and_resume(
-    per_step: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+    per_step: int, spec_of: Callable[..., StreamSpec], tmp_path: Path
 ) -> None:
     path = tmp_path / "saved.ckpt"
 
@@ -476,7 +441,7 @@ class OfBatches(Module):
         self.seen.append(where(batch))
 
 
-def test_a_module_can_take_whole_batches(spec_of: Callable[[int], StreamSpec]) -> None:
+def test_a_module_can_take_whole_batches(spec_of: Callable[..., StreamSpec]) -> None:
     stream, module = loader(spec_of(4)), OfBatches()
     trainer_of(stream, {"limit_train_batches": 4}).fit(
         module, datamodule=StreamDataModule(stream, "batch")
@@ -495,7 +460,7 @@ def test_a_module_can_take_whole_batches(spec_of: Callable[[int], StreamSpec]) -
 
 
 def test_a_batch_moves_to_a_device_where_the_loader_has_not_brought_it(
-    spec_of: Callable[[int], StreamSpec],
+    spec_of: Callable[..., StreamSpec],
 ) -> None:
     batch = next(next(loader(spec_of(4)).epochs()).train)
     assert batch.to(torch.device("cpu")) is batch

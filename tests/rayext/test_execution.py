@@ -13,6 +13,7 @@ import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from ray.data._internal.execution.bundle_queue import ReorderingBundleQueue
 from ray.data._internal.execution.streaming_executor_state import OpBufferQueue
 from tiers import is_soak
 
@@ -116,10 +117,15 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
         get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE)
     )
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    actors = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
+    actors = SimpleNamespace(
+        per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0),
+        refresh_actor_state=lambda: None,
+    )
     reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
     pool = Operator(
-        get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader]
+        get_autoscaling_actor_pools=lambda: [actors],
+        input_dependencies=[reader],
+        _output_queue=ReorderingBundleQueue(),
     )
     states = {
         op: SimpleNamespace(output_queue=OpBufferQueue(1)) for op in (reader, pool)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,24 +8,16 @@ from typing import Any
 import pytest
 import ray
 import ray.data
-from ray import cloudpickle
-from ray.data import DataContext
 from ray.data._internal import stats
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER
-from raypipe.rayext.data_context import is_ours, ours
+from raypipe.rayext.data_context import ours
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import block_dataset
-
-CALLS = [
-    "register_dataset_to_stats_actor",
-    "update_execution_metrics",
-    "update_iteration_metrics",
-]
 
 
 @pytest.fixture
@@ -121,23 +112,6 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     assert (len(asked), len(lines)) == before
 
 
-def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(
-    asked: list[str],
-) -> None:
-    with ours():
-        first, second = (
-            _StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2)
-        )
-        assert first != second and len(first) == 32
-        for name in CALLS:
-            getattr(_StatsManager, name)(1, 2, 3)
-        tracker = actor_pool_map_operator.get_or_create_actor_location_tracker()
-        sent = cloudpickle.loads(cloudpickle.dumps(tracker))  # to each actor
-        assert sent.update_actor_location.remote("actor", "node") is None
-        assert actor_pool_map_operator.get_actor_locations(("actor",)) == {}
-    assert asked == []
-
-
 def test_an_execution_outlives_the_node_that_knows_where_actors_are(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,22 +143,3 @@ def test_in_any_other_cluster_ray_keeps_its_statistics(
     with ours():
         _StatsManager.update_iteration_metrics(None, "dataset")  # type: ignore[arg-type]
     assert asked == ["update_iteration_metrics"]
-
-
-def test_work_is_ours_by_thread_and_by_context() -> None:
-    assert not is_ours()
-    with ours():
-        seen = []
-        other = threading.Thread(target=lambda: seen.append(is_ours()))
-        other.start()
-        other.join()
-        assert is_ours() and seen == [False]
-    assert not is_ours()
-    before = DataContext.get_current()
-    DataContext._set_current(
-        context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
-    )
-    try:
-        assert is_ours()
-    finally:
-        DataContext._set_current(before)

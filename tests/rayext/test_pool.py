@@ -224,7 +224,7 @@ def test_no_history_leads_out_of_the_bounds(
             )
 
 
-# Room for actors that wait for CPUs. That it mends a real stream, after a real node has gone, tests/faults shows.
+# Blocks of lost actors. That others make them, test_lost_blocks shows, and tests/faults where nodes are lost.
 
 
 class Pool:
@@ -281,18 +281,21 @@ class Keeper(PoolKeeper):
             pool_awaits=SimpleNamespace(remote=self.awaited.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
-        super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor, 0.0)
+        lost: Any = SimpleNamespace(make_again=self._given_to_others)
+        rules = PoolConfig(stall_timeout_s=60.0)
+        super().__init__(self.op, lost, rules, supervisor, 0.0)
         self.pool = pool
         self.grown: list[int] = []
+        self.looks: list[tuple[set[str], set[Any]]] = []
+        answers: Any = SimpleNamespace(ask=list, found=set)
+        self._silent = answers
 
     def _grow(self, num: int, reason: str) -> None:
         self.grown.append(num)
 
-    def left_after(self, *seconds: float) -> list[str]:
-        """The actors that are left when it has looked, so long after it began."""
-        for now in seconds:
-            self._make_room(now)
-        return list(self.pool._running_actors)
+    def _given_to_others(self, alive: set[str], stuck: set[Any]) -> int:
+        self.looks.append((alive, stuck))
+        return len(stuck)
 
 
 @pytest.fixture(autouse=True)
@@ -310,7 +313,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
-    monkeypatch.setattr(pool, "_id_of", str)
     monkeypatch.setattr(pool, "another_starts", lambda run: False)
     return free
 
@@ -391,51 +393,57 @@ def test_a_stream_stalls_while_a_rank_waits_and_not_while_trainers_pause() -> No
             keeper._end_stall(1122, finished=8, waiting=waiting, ranks_waiting=0.5)
 
 
-def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:
-    keeper = Keeper(
-        Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0))
-    )
-    assert keeper.left_after(0, 6) == ["lost", "busy", "spare"]
-    assert (
-        len(keeper.notes) == 1
-        and "1 transform actors that died with blocks" in keeper.notes[0]
-    )
-    # the CPUs are given time to reach it
-    assert keeper.left_after(7) == [
-        "lost",
-        "busy",
-        "spare",
-    ]
-    assert keeper.left_after(12) == ["lost", "busy"]
+def looks(keeper: Keeper, *seconds: float) -> list[set[Any]]:
+    """The actors whose blocks are given to others, at looks so long after the keeper began."""
+    for now in seconds:
+        keeper._make_again(now, 1.0)
+    return [stuck for _, stuck in keeper.looks]
 
 
-def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
-    keeper = Keeper(
-        Pool(
-            a=(True, 1, "gone"),
-            b=(True, 2, "gone"),
-            c=(True, 0, "gone"),
-            i=(False, 0),
-            j=(False, 0),
-        )
-    )
-    assert keeper.left_after(0) == ["a", "b"]
-    assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(
-    waits: bool,
+def test_blocks_of_an_actor_without_room_for_its_restart_go_to_others(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keeper = Keeper(
-        Pool(
-            maker=(True, 0, "gone"), other=(True, 0, "gone"), i=(False, 0), j=(False, 0)
-        )
+    keeper = Keeper(Pool(dead=(True, 2), done=(True, 0), busy=(False, 1)))
+    assert looks(keeper, 0, 4, 6) == [set(), set(), {"dead"}]
+    assert len(keeper.notes) == 1 and "1 blocks" in keeper.notes[0]
+    monkeypatch.setattr(pool, "_pending_cpus", lambda: set())
+    assert looks(keeper, 7)[-1] == set(), "it has its CPUs, and is starting"
+    keeper.pool._running_actors["dead"].is_restarting = False
+    keeper.pool._running_actors["busy"].is_restarting = True
+    monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
+    assert looks(keeper, 8, 10)[-1] == set(), "each has its time"
+
+
+def test_nodes_are_asked_for_an_answer_only_while_ranks_wait_and_none_takes_a_block() -> (
+    None
+):
+    keeper, asked = Keeper(Pool(a=(False, 1, "cpu"))), list[str]()
+    silent = set[str]()
+    answers: Any = SimpleNamespace(
+        ask=lambda nodes: asked.extend(node["NodeID"] for node in nodes),
+        found=lambda: silent,
     )
-    keeper._make_room(0.0, lambda: {"maker"}, fetches=waits)
-    assert list(keeper.pool._running_actors) == (
-        ["maker", "j"] if waits else ["maker", "other", "i", "j"]
-    )
+    keeper._silent = answers
+    keeper._taken_at = 10.0
+    for now, waiting in ((10.5, 1.0), (20.0, 0.0)):
+        keeper._make_again(now, waiting)
+    assert not asked
+    keeper._make_again(20.0, 0.5)
+    assert asked == ["cpu"], "the other node has no actor"
+    silent.add("cpu")
+    keeper._make_again(10.5, 0.0)
+    assert asked == ["cpu", "cpu"], "a silent node is asked until it answers"
+
+
+def test_a_silent_node_counts_as_lost_where_others_answer() -> None:
+    keeper = Keeper(Pool(a=(False, 1, "cpu"), b=(False, 1, "gpu")))
+    silent = {"cpu"}
+    answers: Any = SimpleNamespace(ask=list, found=lambda: silent)
+    keeper._silent = answers
+    keeper._make_again(1.0, 1.0)
+    silent.add("gpu")
+    keeper._make_again(2.0, 1.0)
+    assert [alive for alive, _ in keeper.looks] == [{"gpu"}, {"cpu", "gpu"}]
 
 
 @pytest.mark.parametrize(
@@ -530,41 +538,6 @@ def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
         for n in range(1, 40)
     ]
     assert any(slow), "slow trainers that take blocks do"
-
-
-def test_room_is_made_once_for_an_actor_that_starts_slowly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pool, "_pending_cpus", lambda: set())
-    keeper = Keeper(Pool(lost=(True, 1, "gone"), idle=(False, 0), spare=(False, 0)))
-    assert (
-        keeper.left_after(0, 6, 12, 60) == ["lost", "spare"] and len(keeper.notes) == 1
-    )
-
-
-def test_none_is_let_go_before_a_restart_has_had_its_time() -> None:
-    keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0)))
-    assert keeper.left_after(0, 4) == ["lost", "idle"]
-    assert keeper.left_after(6) == ["lost"]
-
-
-def test_none_is_let_go_where_there_are_cpus(cluster: dict[str, float]) -> None:
-    cluster["CPU"] = 1.0
-    keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0)))
-    assert keeper.left_after(0, 6) == ["lost", "idle"] and not keeper.notes
-
-
-@pytest.mark.parametrize(
-    "states",
-    [
-        {"lost": (True, 0), "idle": (False, 0)},  # nobody waits for what had no work
-        {"lost": (True, 1), "busy": (False, 1)},  # work is not thrown away
-        {"busy": (False, 1), "idle": (False, 0)},
-    ],
-)
-def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]]) -> None:
-    keeper = Keeper(Pool(**states))
-    assert keeper.left_after(0, 6) == list(states) and not keeper.notes
 
 
 # Who goes first, and where actors run

@@ -19,20 +19,29 @@ from raypipe.rayext.processes import Process, _stat
 from raypipe.rayext.startup import Wait, _Starting, another_starts, only_start
 
 
+class Clock:
+    """Takes the place of the module `time`: it is as late as it was slept."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = Wait(1.5, setting="pool.stall_timeout_s")
-    with pytest.raises(
-        ResourceError,
-        match=r"^waited 1\.5 s \(pool\.stall_timeout_s\) for room: 2 CPUs$",
-    ):
+    monkeypatch.setattr("raypipe.rayext.startup.time", Clock())
+    wait = Wait(2.5, setting="pool.stall_timeout_s")
+    told = r"^waited 2\.5 s \(pool\.stall_timeout_s\) for room: 2 CPUs$"
+    with pytest.raises(ResourceError, match=told):
         while True:
-            wait.turn("room: 2 CPUs", 0.1)
-    assert (
-        capsys.readouterr().out
-        == "waiting up to 0 s more (pool.stall_timeout_s) for room: 2 CPUs\n"
-    )
+            wait.turn("room: 2 CPUs", 0.5)
+    line = "waiting up to 2 s more (pool.stall_timeout_s) for room: 2 CPUs\n"
+    assert capsys.readouterr().out == line
 
 
 def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(

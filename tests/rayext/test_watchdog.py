@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -58,13 +59,19 @@ def test_a_later_process_of_the_same_number_is_left_alone(
 
 
 def test_a_process_that_goes_on_within_a_moment_is_left_alone(
-    processes: list[subprocess.Popen[bytes]],
+    processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paused, _ = processes
     stop(paused)
-    resume = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {paused.pid}"])
+
+    def resume(_: float) -> None:
+        paused.send_signal(signal.SIGCONT)
+        until(lambda: _stat(paused.pid)[0] != "T")
+
+    moment = SimpleNamespace(sleep=resume)
+    monkeypatch.setattr("raypipe.rayext.processes.time", moment)
     assert kill_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
-    assert resume.wait() == 0 and paused.poll() is None
+    assert paused.poll() is None
 
 
 def test_the_state_of_no_process_is_empty() -> None:

@@ -99,7 +99,7 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
 def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.storage.lease._RACE_S", 30.0)  # on a busy machine, too
+    monkeypatch.setattr("raypipe.storage.lease._RACE_S", 10.0)  # on a busy machine, too
     go, had, children = tmp_path / "go", tmp_path / "had", []
     had.mkdir()
     for number in range(6):

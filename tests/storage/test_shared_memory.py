@@ -1,138 +1,198 @@
-"""Memory that processes share."""
+"""Files in the node's memory."""
 
 from __future__ import annotations
 
+import gc
 import os
-import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
 import pytest
 
 from raypipe.errors import ConfigError
 from raypipe.storage import shared_memory
-from raypipe.storage.shared_memory import Arena, open_arena
-
-KEY = "ab" * 16
-CELLS = np.arange(4)
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors"
+from raypipe.storage.shared_memory import (
+    HEAD_BYTES,
+    open_shared,
+    remove_unused,
+    reserve,
 )
 
 
 @pytest.fixture(autouse=True)
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shared_memory, "_MEMORY", tmp_path)
     monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", str(1 << 20))
-    return tmp_path / "memory"
+    return tmp_path / f"raypipe-{os.getuid()}"
 
 
-def fill(arena: Arena, size: int = 100) -> bool:
-    return arena.write(CELLS, [[b"%d" % number, bytes(size)] for number in range(4)])
+def make(file: BinaryIO) -> int:
+    reserve(file, 1000, "a store")
+    return file.write(b"content")
 
 
-def as_another_process() -> Arena:
-    """An arena as a process has it that opens it now."""
-    shared_memory._arenas.clear()
-    return open_arena(KEY, 10)
+def never(file: BinaryIO) -> int:
+    raise AssertionError("it is there")
 
 
-def num_entries(entries: Path) -> int:
-    return len(
-        [path for path in entries.iterdir() if not path.name.startswith(".lock")]
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def other_process(code: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that runs code, prints a line, and waits."""
+    begin = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from raypipe.storage import shared_memory\n"
+        f"shared_memory._MEMORY = Path({str(folder.parent)!r})\n"
     )
-
-
-def test_cells_are_written_once_and_seen_by_all() -> None:
-    one = open_arena(KEY, 10)
-    assert one.values(CELLS) == [None] * 4 and fill(one)
-    other = as_another_process()
-    expected = [b"%d" % number + bytes(100) for number in range(4)]
-    assert other is not one and other.values(CELLS) == expected
-    used = one.used_bytes
-    assert other.write(CELLS, [[b"other"]] * 4) and one.values(CELLS) == expected
-    assert other.used_bytes == used
-    assert other.write(np.array([9]), [[b""]]) and one.values(np.array([9, 8])) == [
-        b"",
-        None,
-    ]
-
-
-def test_the_memory_and_its_entry_go_with_the_last_user(entries: Path) -> None:
-    one = open_arena(KEY, 10)
-    fill(one)
-    other = as_another_process()
-    view = other.values(CELLS[:1])[0]
-    del one
-    assert num_entries(entries) == 1
-    third = as_another_process()
-    assert third.values(CELLS[:1]) == [view]
-    del other, third
-    assert num_entries(entries) == 0
-    assert view == b"0" + bytes(100)  # as long as somebody looks at it
-    assert as_another_process().values(CELLS) == [None] * 4
-
-
-def test_a_killed_process_leaves_what_others_use_and_nothing_else(
-    entries: Path,
-) -> None:
-    code = f"""
-import sys
-import numpy as np
-from raypipe.storage.shared_memory import open_arena
-arena = open_arena({KEY!r}, 10)
-arena.write(np.arange(4), [[b"killed"]] * 4)
-alone = open_arena("cd" * 16, 10)
-alone.write(np.arange(1), [[bytes(500_000)]])
-print(flush=True)
-sys.stdin.read()
-"""
+    program = begin + code + "\nprint(flush=True)\nsys.stdin.read()"
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True
     )
     assert process.stdout is not None
     process.stdout.readline()
-    mine = open_arena(KEY, 10)
-    assert num_entries(entries) == 3
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert mine.values(CELLS) == [b"killed"] * 4
-    # The 500,000 bytes of the other arena are free again: the limit has room for twice as much.
-    other = open_arena("ef" * 16, 10)
-    assert num_entries(entries) == 2
-    assert other.write(np.arange(1), [[bytes(900_000)]])
+    return process
 
 
-def test_all_arenas_together_stay_within_the_limit() -> None:
-    one, other = open_arena(KEY, 10), open_arena("cd" * 16, 10)
-    assert one.write(CELLS[:1], [[bytes(600_000)]])
-    assert not other.write(CELLS[:1], [[bytes(600_000)]])
-    assert other.values(CELLS[:1]) == [None]
-    assert other.write(CELLS[:1], [[bytes(300_000)]])
-    assert not one.write(CELLS[1:2], [[bytes(300_000)]])
+USES = "file = shared_memory.open_shared('key', lambda file: file.write(b'content'))"
+IS_KILLED_IN_THE_MIDDLE = """
+def make(file):
+    file.write(b'half')
+    file.flush()
+    print(flush=True)
+    sys.stdin.read()
+shared_memory.open_shared('key', make)
+"""
+
+
+def test_a_file_is_made_once_and_removed_after_its_last_user(folder: Path) -> None:
+    one = open_shared("key", make)
+    other = open_shared("key", never)
+    assert one.number == other.number == 7 and names(folder) == ["key"]
+    view = one.content[HEAD_BYTES:]
     del one
-    shared_memory._arenas.pop(KEY, None)
-    assert other.write(CELLS[1:2], [[bytes(600_000)]])
+    gc.collect()
+    assert names(folder) == ["key"]
+    del other
+    gc.collect()
+    assert names(folder) == []
+    assert view == b"content"  # as long as somebody looks at it
+    with pytest.raises(TypeError):
+        view[0] = 0
 
 
-def test_a_table_beyond_the_limit_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"room for 1,048,576 bytes, and .* 1,000,000 values .* RAYPIPE_",
-    ):
-        open_arena(KEY, 1_000_000)
-    monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", "much")
-    with pytest.raises(ConfigError, match="must be a whole number of bytes"):
-        open_arena(KEY, 10)
+def test_a_file_whose_users_were_killed_is_used_again_or_removed(folder: Path) -> None:
+    process = other_process(USES, folder)
+    remove_unused()
+    assert names(folder) == ["key"]
+    process.kill()
+    process.communicate()
+    assert names(folder) == ["key"]
+    again = open_shared("key", never)
+    assert again.content[HEAD_BYTES:] == b"content"
+    process = other_process(USES, folder)
+    process.kill()
+    process.communicate()
+    assert names(folder) == ["key"]
+    del again
+    gc.collect()
+    assert names(folder) == []
+
+
+def test_a_file_that_a_killed_process_left_goes_at_the_next_start(folder: Path) -> None:
+    process = other_process(USES, folder)
+    process.kill()
+    process.communicate()
+    other = open_shared("other", make)
+    assert names(folder) == ["other"]
+    process = other_process(USES, folder)
+    process.kill()
+    process.communicate()
+    remove_unused()
+    assert names(folder) == ["other"] and other.number == 7
+
+
+def test_a_file_whose_maker_was_killed_is_made_by_the_next(folder: Path) -> None:
+    process = other_process(IS_KILLED_IN_THE_MIDDLE, folder)
+    found = []
+    waits = threading.Thread(target=lambda: found.append(open_shared("key", make)))
+    waits.start()
+    remove_unused()
+    assert names(folder) == ["key"] and not found
+    process.kill()
+    process.communicate()
+    waits.join(60)
+    assert found[0].content[HEAD_BYTES:] == b"content"
+
+
+def test_an_error_of_the_maker_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(AssertionError):
+        open_shared("key", never)
+    assert names(folder) == []
+    assert open_shared("key", make).number == 7
+
+
+def test_a_forked_child_leaves_the_file_to_its_parent(folder: Path) -> None:
+    file = open_shared("key", make)
+    if not (child := os.fork()):
+        del file
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert names(folder) == ["key"] and file.content[HEAD_BYTES:] == b"content"
+
+
+def large(file: BinaryIO) -> int:
+    reserve(file, 600_000, "a store")
+    return file.write(bytes(600_000))
+
+
+def test_all_files_together_stay_within_the_limit(folder: Path) -> None:
+    refused = pytest.raises(
+        ConfigError, match=r"a store takes about 600,000 .*: raise RAYPIPE_MEMORY_BYTES"
+    )
+
+    def with_another(file: BinaryIO) -> int:
+        reserve(file, 600_000, "the first")
+        with refused:  # before anything of the first is written
+            open_shared("other", large)
+        return 1
+
+    open_shared("key", with_another)
+    one = open_shared("key", large)
+    with refused:
+        open_shared("other", large)
+    assert names(folder) == ["key"]
+    del one
+    gc.collect()
+    assert open_shared("other", large).number == 600_000
 
 
 def test_the_limit_is_half_of_what_is_free_by_default(
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAYPIPE_MEMORY_BYTES")
     limit = shared_memory._limit_bytes(0)
     assert 0 < limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 + 1
-    assert fill(open_arena(KEY, 10))
+    assert open_shared("key", make).number == 7
+    monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", "much")
+    with pytest.raises(ConfigError, match="must be a whole number of bytes"):
+        open_shared("other", make)
+
+
+def test_a_folder_of_others_is_refused_and_without_one_the_cache_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"can be written to by other users"):
+        open_shared("key", make)
+    monkeypatch.setattr(shared_memory, "_MEMORY", folder / "missing")
+    monkeypatch.setenv("RAYPIPE_CACHE", str(folder.parent / "cache"))
+    file = open_shared("key", make)
+    assert names(folder.parent / "cache" / "memory") == ["key"] and file.number == 7

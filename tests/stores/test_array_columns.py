@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tars import by_suffix, write_members
 
 from raypipe.commands.copies import CopySettings, write_shard
+from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
@@ -189,8 +189,10 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
         len(open_store(tmp_path / "a.lmdb", target_column="name"))
 
 
-@pytest.mark.parametrize("name", ["b.lmdb", "b.parquet"])
-def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+def test_a_copy_keeps_arrays_float_labels_and_lists(
+    suffix: str, tmp_path: Path
+) -> None:
     path = write_parquet(
         tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
     )
@@ -198,8 +200,9 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
     columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
     assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    list(write_shard(store, tmp_path / name, 0, 4, CopySettings(columns=columns)))
-    copy = open_store(tmp_path / name)
+    settings = CopySettings(dst=str(tmp_path), suffix=suffix, columns=columns)
+    list(write_shard(StoreRows(store, 0, 4, settings), 0, 0, settings))
+    copy = open_store(tmp_path / f"00000{suffix}")
     found, expected = (
         each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)
     )
@@ -211,13 +214,8 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
 
 
 def webdataset(path: Path, *contents: Any) -> Store:
-    with tarfile.open(path, "w") as tar:
-        for number, content in enumerate(contents):
-            for suffix, data in (("jpg", b"x"), ("json", json.dumps(content).encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return open_store(path)
+    samples = ({"jpg": b"x", "json": json.dumps(each).encode()} for each in contents)
+    return open_store(write_members(path, by_suffix(samples)))
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_folders, write_lsun, write_values
 from rewritten import rewrite
+from tars import by_suffix, write_members
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.storage import retries
@@ -126,15 +125,9 @@ def make_folder(folder: Path, images: list[bytes]) -> Store:
 
 
 def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for number in range(start, end):
-            for suffix, content in (
-                ("png", images[number]),
-                ("cls", b"%d" % LABELS[number]),
-            ):
-                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    pairs = zip(images[start:end], LABELS[start:end], strict=True)
+    samples = ({"png": image, "cls": b"%d" % label} for image, label in pairs)
+    write_members(path, by_suffix(samples, start))
 
 
 def make_webdataset(folder: Path, images: list[bytes]) -> Store:
@@ -275,8 +268,8 @@ NAMES = {
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
-    "webdataset": "/data.tar, 009.png",
-    "webdataset_shards": "/00002.tar, 009.png",
+    "webdataset": "/data.tar, 000009.png",
+    "webdataset_shards": "/00002.tar, 000009.png",
 }
 
 

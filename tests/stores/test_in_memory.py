@@ -1,4 +1,4 @@
-"""Stores whose values are kept in shared memory."""
+"""Stores whose samples lie in the node's memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from rewritten import rewrite
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.stores.in_memory import InMemoryStore
+from raypipe.errors import ConfigError
+from raypipe.storage import shared_memory
+from raypipe.stores.in_memory import InMemoryStore, hold
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors"
-)
 
 NUM = 20
 COLUMNS = {
@@ -53,9 +51,16 @@ def make() -> Counting:
     return Counting(images, np.arange(NUM) % 3, columns=COLUMNS)
 
 
+def held(inner: Any) -> InMemoryStore:
+    store = InMemoryStore(inner)
+    store.hold()
+    return store
+
+
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shared_memory, "_MEMORY", tmp_path)
+    return tmp_path / f"raypipe-{os.getuid()}"
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -71,44 +76,64 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_what_is_read_is_what_the_store_has_and_is_read_once() -> None:
     inner, plain = make(), make()
-    store = InMemoryStore(inner)
+    store = held(inner)
+    names = tuple(plain.schema.names)
     assert (len(store), tuple(store.schema.names), store.fingerprint) == (
         NUM,
-        tuple(plain.schema.names),
+        names,
         plain.fingerprint,
     )
     rng = np.random.default_rng(0)
     for _ in range(30):
         wanted = rng.integers(0, NUM, 7)
-        assert_same(
-            store.read(wanted, tuple(store.schema.names)),
-            plain.read(wanted, tuple(plain.schema.names)),
-        )
-    assert inner.num_read["words"] > 200  # of a kind that is not kept
-    kept = {name: num for name, num in inner.num_read.items() if name != "words"}
-    # The first read of all was made twice, to find that.
-    assert max(kept.values()) <= NUM + 2 * 7
-    assert store.read(np.array([], int), tuple(store.schema.names))["box"].shape == (
-        0,
-        4,
-    )
+        assert_same(store.read(wanted, names), plain.read(wanted, names))
+    assert set(inner.num_read.values()) == {NUM}
+    found = store.read(np.array([], int), names)
+    assert found["box"].shape == (0, 4)
+    assert [found.table[name].type for name in names[1:]] == [
+        plain.schema.field(name).type for name in names[1:]
+    ]
 
 
-def test_processes_share_one_copy_by_content() -> None:
-    first, inner = InMemoryStore(make()), make()
+@pytest.mark.parametrize("kind", ["train", "parquet"])
+def test_a_store_in_files_is_copied_whole(kind: str, stores: dict[str, Path]) -> None:
+    plain = raypipe.open_store(stores[kind])
+    names = tuple(plain.schema.names)
+    rows = np.arange(len(plain))[::-1].copy()
+    copy = held(raypipe.open_store(stores[kind]))
+    assert_same(copy.read(rows, names), plain.read(rows, names))
+    assert all(isinstance(image, memoryview) for image in copy.read(rows)["image"])
+
+
+def test_a_store_that_is_only_looked_at_is_not_copied(folder: Path) -> None:
+    inner = make()
+    InMemoryStore(inner).read(np.arange(3))
+    held(inner).read(np.arange(3), ("label", "caption"))
+    assert inner.num_read["image"] == 3 and not folder.exists()
+
+
+def test_processes_share_one_copy_by_content(folder: Path) -> None:
+    first, inner = held(make()), make()
     everything = first.read(np.arange(NUM))
-    second = pickle.loads(pickle.dumps(InMemoryStore(inner)))
+
+    def received() -> InMemoryStore:
+        store = pickle.loads(pickle.dumps(InMemoryStore(inner)))
+        store.hold()
+        return store
+
+    second = received()
     assert_same(second.read(np.arange(NUM)), everything)
     assert second.inner.num_read["image"] == 0
     # A process that gets a task's copy keeps the memory for the next task.
     del first, second
     gc.collect()
-    third = pickle.loads(pickle.dumps(InMemoryStore(inner)))
+    third = received()
     assert_same(third.read(np.arange(NUM)), everything)
     assert third.inner.num_read["image"] == 0
     third.close()
+    assert [path.name for path in folder.iterdir()] == [".lock"]
     other = MemoryStore([b"other"] * NUM, np.arange(NUM))
-    assert InMemoryStore(other).read(np.arange(NUM))["image"] == [b"other"] * NUM
+    assert held(other).read(np.arange(NUM))["image"] == [b"other"] * NUM
 
 
 def test_a_store_that_was_written_in_place_is_read_again(tmp_path: Path) -> None:
@@ -116,27 +141,23 @@ def test_a_store_that_was_written_in_place_is_read_again(tmp_path: Path) -> None
     (images / "a").mkdir(parents=True)
     file = images / "a" / "0.png"
     file.write_bytes(b"before")
-    old, new = (InMemoryStore(raypipe.open_store(images)) for _ in range(2))
+    old, new = (held(raypipe.open_store(images)) for _ in range(2))
     assert old.read(np.array([0]))["image"] == [b"before"]
     rewrite(file, b"before", b"behind")
     assert new.read(np.array([0]))["image"] == [b"behind"]
 
 
-def test_beyond_the_limit_the_rest_is_read_from_the_store(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_store_beyond_the_limit_is_one_error_before_it_is_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", str(14_000))
-    inner = make()
-    store = InMemoryStore(inner)
-    for _ in range(3):
-        assert_same(store.read(np.arange(NUM)), make().read(np.arange(NUM)))
-    assert NUM < inner.num_read["image"] < 3 * NUM
-    told = [record.getMessage() for record in caplog.records]
-    assert (
-        len(told) == 1
-        and "RAYPIPE_MEMORY_BYTES" in told[0]
-        and "there is no room for more" in told[0]
-    )
+    monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", "200000")
+    inner = Counting([bytes(1000)] * 1000, np.arange(1000))
+    with pytest.raises(
+        ConfigError, match=r"takes about 1,\d{3},\d{3} bytes.*raise RAYPIPE_MEMORY_"
+    ):
+        held(inner).read(np.arange(8))
+    assert inner.num_read["image"] <= 256  # so many tell it
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None:
@@ -149,21 +170,21 @@ def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None
     expected = without_ray.digests(raypipe.open_stream(make(), make(), **options))
     spec = raypipe.open_stream(inner, make(), **options, in_memory=True)
     before = inner.num_read["image"]
+    hold(spec.stores.values())
     assert without_ray.digests(spec) == expected
     assert inner.num_read["image"] - before <= NUM
     mixture = raypipe.open_stream({"a": inner, "b": make()}, **options, in_memory=True)
+    hold(mixture.stores.values())
     assert isinstance(mixture.stores["train"], JoinedStore)
     assert without_ray.digests(mixture) == without_ray.digests(
         raypipe.open_stream({"a": make(), "b": make()}, **options)
     )
 
 
-def test_close_gives_the_memory_back(tmp_path: Path) -> None:
-    # that no other test keeps
-    store = InMemoryStore(MemoryStore([picture(1)] * 2, [0, 1]))
+def test_close_gives_the_memory_back(folder: Path) -> None:
+    store = held(MemoryStore([picture(1)] * 2, [0, 1]))
     store.read(np.arange(2))
-    folder = tmp_path / "cache" / "memory"
-    assert len([path for path in folder.iterdir() if path.name != ".lock"]) == 1
+    assert len(list(folder.iterdir())) == 2
     store.close()
     assert [path.name for path in folder.iterdir()] == [".lock"]
     assert store.read(np.array([1]))["image"] == [picture(1)]

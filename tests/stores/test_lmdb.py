@@ -340,9 +340,9 @@ def test_forks(tmp_path: Path) -> None:
     for child in children:
         child.start()
     for _ in children:
-        assert answers.get(timeout=30) == ([3, 1], [3, 1])
+        assert answers.get(timeout=300) == ([3, 1], [3, 1])
     for child in children:
-        child.join(timeout=30)
+        child.join(timeout=300)
         assert child.exitcode == 0
     assert store.read(np.array([5]))["label"].tolist() == [5]
 

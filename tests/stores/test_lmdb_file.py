@@ -329,16 +329,6 @@ def test_a_database_within_is_named(tmp_path: Path) -> None:
         LMDBFile(tmp_path / "sub").get(b"inner")
 
 
-@needs_extension
-def test_a_file_that_is_cut_short_while_it_is_open(tmp_path: Path) -> None:
-    path = tree(tmp_path / "a")
-    file = LMDBFile(path)
-    assert file.get(b"00000299")
-    os.truncate(path, 2 * PAGE)
-    with pytest.raises(StoreError, match="the file has become shorter than"):
-        file.get(b"00000299")
-
-
 @pytest.mark.usefixtures("reader")
 def test_a_folder_or_nothing_at_the_path(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):

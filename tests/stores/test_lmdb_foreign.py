@@ -500,21 +500,8 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         again = open_store(path)
         assert (again.fingerprint, read(again, "image", "label", "key")) == before
         assert again.classes == ("x", "y", "z")
-    (kept,) = (tmp_path / "cache" / "lmdb").glob("*.arrow")
-    kept.write_bytes(kept.read_bytes()[:-1])  # a damaged listing is made again
-    assert open_store(path).fingerprint == before[0]
     write_entries(path, {b"x/more.jpg": IMAGES[0]})
     assert len(open_store(path)) == 13
-
-
-def test_a_listing_needs_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_entries(tmp_path / "a.lmdb", PLAIN)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("raypipe.stores.lmdb_listing._SMALL", 0)
-    assert read(open_store(path), "image") == [IMAGES]
 
 
 def test_the_fingerprint_is_of_contents_and_order(tmp_path: Path) -> None:

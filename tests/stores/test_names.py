@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tars import write_members
 
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import index_of
@@ -28,12 +27,7 @@ LONG = "k" * 150
 
 
 def tar_of(path: Path, *names: str) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
-    return path
+    return write_members(path, ((name, b"1") for name in names))
 
 
 def folder(root: Path) -> Store:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import webdataset
+from tars import write_members
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -17,12 +16,7 @@ from raypipe.stores.tar import TarStore
 
 
 def make(path: Path, *members: tuple[str, bytes], **options: Any) -> TarStore:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return TarStore(path, **options)
+    return TarStore(write_members(path, members), **options)
 
 
 def read(store: TarStore) -> dict[str, list[Any]]:

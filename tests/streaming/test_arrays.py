@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import without_ray
 from micro_batches import with_fields
+from tars import write_members
 
 import raypipe
 from raypipe.commands.checked_samples import check_samples
@@ -401,11 +401,7 @@ def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_members(path, members.items())
 
 
 def _of_key(i: int) -> dict[str, bytes]:

@@ -22,9 +22,7 @@ def test_streams_leave_nothing_of_theirs_however_they_are_left(
 ) -> None:
     num = 13 * len(WAYS) if is_soak(request.config) else len(WAYS)
     command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num), *WAYS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=100 + 30 * num
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     *each, last = [

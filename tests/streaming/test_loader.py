@@ -259,7 +259,6 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
         )
         # The rows were made while the loader waited, the very first one apart.
         assert times.read_s < times.work_s
-    assert train.augment_s > val.augment_s
     assert one.first_batch_s > 0
 
 

@@ -1,21 +1,19 @@
 """One digest of decoded and augmented images, whichever nodes and actors make them, and whatever they lose.
 
-With the extension and without; 1, 2 and 4 threads; blocks of 1, 3 and as many micro-batches as pay; 1 to 3 actors;
-four kills, in the soak ten. tests/transform/test_at_once.py has the same of one micro-batch, test_any_plan.py of
-plans of all kinds.
+Plans of all kinds; with the extension and without; 1 to 4 threads; blocks of 1, 3 and as many micro-batches as
+pay; 1 to 3 actors for 1 to 4 ranks, from any step; with and without a head start; actors that are killed. The soak
+has all combinations. tests/transform/test_at_once.py has the same of one micro-batch, tests/plan random plans.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +21,14 @@ import cv2
 import numpy as np
 import pytest
 import ray
-import without_ray
 from ray import cloudpickle
-from signalled import own_processes
+from same_stream import Way, assert_same_stream
 
+import raypipe
 from raypipe import kernel
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import iterate_digests
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
 
 from pictures import picture  # isort: skip
@@ -41,13 +37,164 @@ from tiers import is_soak  # isort: skip
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.usefixtures("idle_cluster"),
-    pytest.mark.skipif(
-        not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
-    ),
     pytest.mark.timeout(900),
 ]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
+SMALL = TransformConfig(train="light", val="center", size=24)
+Stores = dict[str, Path]
+
+
+def spec_of(stores: Stores, train: str = "train", **changes: Any) -> StreamSpec:
+    options = {"plan": PLAN, "transform": SMALL, **changes}
+    return open_stream(str(stores[train]), str(stores["val"]), **options)
+
+
+class Folds(raypipe.Sampler):
+    """A sampler of a user's own: three of four parts."""
+
+    def __init__(self, population: raypipe.Population, fold: int) -> None:
+        self.population = population
+        self.numbers = np.flatnonzero(population.indices % 4 != fold)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def draw(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self.numbers[self.population.shuffled(epoch, positions, len(self))]
+
+
+def corner(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:9, :9])
+
+
+def plain(stores: Stores) -> StreamSpec:
+    return spec_of(stores)
+
+
+def folds(stores: Stores) -> StreamSpec:
+    return spec_of(stores, plan=replace(PLAN, sampler={"name": Folds, "fold": 1}))
+
+
+def row_groups(stores: Stores) -> StreamSpec:
+    return spec_of(stores, "parquet", plan=replace(PLAN, epochs=1, window_groups=3))
+
+
+def growing_blocks(stores: Stores) -> StreamSpec:
+    plan = PlanConfig(epochs=3, micro_batch_size=2, global_batch_size=4, seed=5)
+    return spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
+
+
+MIXED: dict[str, Any] = {
+    "epochs": 3,
+    "micro_batch_size": 4,
+    "global_batch_size": 32,
+    "aug_repeats": 2,
+    "seed": 7,
+    "mixture": {0: {"a": 3, "b": 1}, 2: {"a": 1, "b": 1}},
+}
+
+
+def slowly(columns: dict[str, Any]) -> dict[str, Any]:
+    """A stream of columns that lives long enough to be hurt."""
+    time.sleep(0.004)
+    return {"twice": np.int64(2 * int(columns["width"]))}
+
+
+def sized(num: int, first: int) -> MemoryStore:
+    sizes = [[(40, 60), (50, 50), (60, 40)][i % 3] for i in range(num)]
+    heights, widths = zip(*sizes, strict=True)
+    images = [picture(first + i, *size) for i, size in enumerate(sizes)]
+    columns = {"width": widths, "height": heights}
+    return MemoryStore(images, np.arange(num) % 5, columns=columns)
+
+
+def mixture_of(plan: dict[str, Any], filtered: str) -> StreamSpec:
+    return open_stream(
+        {"a": sized(60, 0), "b": sized(40, 100)},
+        sized(9, 500),
+        plan=PlanConfig(**MIXED, **plan),
+        transform=TransformConfig(train="light", val="center", size={0: 8, 1: 12}),
+        columns=["width"],
+        make_columns=slowly,
+        filter={filtered: "label != 3"},
+    )
+
+
+def mixture(stores: Stores) -> StreamSpec:
+    return mixture_of({"weights": 0.5}, "a")
+
+
+def mixture_in_buckets(stores: Stores) -> StreamSpec:
+    buckets = {"buckets": ["8x12", "10x10", "12x8"], "val_buckets": True}
+    return mixture_of({"weights": "width", **buckets}, "b")
+
+
+def all_ways(
+    workers: Sequence[int], actors: Sequence[int], steps: Sequence[int], kills: int
+) -> Iterator[Way]:
+    for block, w, a, step in itertools.product((1, 2, 3, 0), workers, actors, steps):
+        yield Way(block=block, workers=w, actors=a, from_step=step, kills=kills)
+
+
+soak = pytest.mark.soak
+MANY = list(all_ways((1, 2), (1, 3), (0, 7), 0))
+HURT = list(all_ways((1, 2, 4), (1, 2, 3), (0,), 1))
+SOME = [Way(block=3, workers=2, actors=2, from_step=7), Way(actors=3)]
+
+
+@pytest.mark.parametrize(
+    ("opened", "ways"),
+    [
+        (plain, SOME),
+        (folds, [Way(workers=2, actors=2, from_step=5)]),
+        (row_groups, [Way()]),  # by a reader for all, and alone by the one that decodes
+        pytest.param(growing_blocks, [Way(apart=True)], marks=pytest.mark.system),
+        pytest.param(plain, MANY, marks=soak),
+        pytest.param(mixture, HURT, marks=soak),
+        pytest.param(mixture_in_buckets, HURT, marks=soak),
+    ],
+)
+def test_a_plan_of_any_kind_has_one_digest(
+    opened: Callable[[Stores], StreamSpec], ways: list[Way], stores: Stores
+) -> None:
+    spec = opened(stores)
+    alone = assert_same_stream(spec, *ways)
+    assert len(alone) == spec.plan.num_micro_batches(spec.plan.start())
+    trained = [
+        at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == "train"
+    ]
+    assert len(set(alone)) >= len(trained)  # validations may be equal
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("train", "way"),
+    [
+        ("train", Way(head_start=1)),
+        ("parquet", Way(head_start=5, actors=3, from_step=4)),
+        ("train", Way(head_start=10_000)),
+        ("parquet", Way(head_start=-1)),
+    ],
+)
+def test_any_head_start_has_one_digest_and_leaves_nothing(
+    train: str,
+    way: Way,
+    stores: Stores,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    assert_same_stream(spec_of(stores, train), way)
+    assert not list((tmp_path / "head-starts").glob("*"))
+    names = {thread.name for thread in threading.enumerate()}
+    of_head_starts = {"head-start", "pool-start", "takeover"}
+    assert not names & {f"raypipe-{name}" for name in of_head_starts}
+
+
+# What actors lose
 
 Without = Literal["no actor", "the first actor", "every actor"]
 WITHOUT: tuple[Without, ...] = ("no actor", "the first actor", "every actor")
@@ -113,84 +260,26 @@ class Losing(MemoryStore):
         return super().read(indices, columns)
 
 
-def spec_of(folder: Path, without: Without, pause_s: float, **pool: Any) -> StreamSpec:
-    stores = [
-        Losing(pictures(*part), folder, without, pause_s)
-        for part in ((80, 0), (20, 500))
-    ]
-    transform = TransformConfig(
-        train="heavy", val="light", size=32, max_bad_fraction=0.5
-    )
-    plan = PlanConfig(epochs=3, micro_batch_size=8, global_batch_size=8, seed=7)
-    return open_stream(*stores, plan=plan, transform=transform, pool=PoolConfig(**pool))
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The digests of the stream that this process makes, with the kernel; the reference's are equal."""
-    digests = without_ray.digests(
-        spec_of(tmp_path_factory.mktemp("alone"), "no actor", 0)
-    )
-    assert len(digests) == 3 * (10 + 3)
-    assert len(set(digests)) == 3 * 10 + 3  # each validation is the same
-    return digests
-
-
-@contextmanager
-def killed(times: int, seed: int) -> Iterator[list[int]]:
-    """Within, actors are killed at random moments; gives the process ids of those that were."""
-    choose, pids, ended = random.Random(seed), list[int](), threading.Event()
-
-    def kill() -> None:
-        while len(pids) < times and not ended.wait(choose.uniform(0.1, 0.7)):
-            if actors := sorted(
-                set(own_processes("MapWorker(MapBatches(Transform")) - set(pids)
-            ):
-                pids.append(choose.choice(actors))
-                os.kill(pids[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        yield pids
-    finally:
-        ended.set()
-        killer.join()
-
-
-def digests_of(
-    folder: Path,
-    without: Without,
-    threads: int,
-    actors: int,
-    block: int,
-    kills: int = 0,
-) -> list[bytes]:
-    """Of the stream that such actors make; checks that they were such."""
+def assert_same_though_lost(
+    folder: Path, without: Without, way: Way, pause_s: float = 0.02
+) -> None:
+    """Actors that lose the extension make one stream, and have lost what they should."""
     folder.mkdir()
-    spec = spec_of(
-        folder,
-        without,
-        0.25 if kills else 0.02,
-        min_actors=actors,
-        cpus_per_actor=threads,
-        micro_batches_per_block=block,
-    )
-    assert spec.pool.kernel_threads == threads
-    start = spec.plan.start()
-    with killed(kills, seed=actors) as pids:
-        iterators = splits(spec, start, max_actors=actors)
-        digests = [one.digest for one in iterate_digests(spec.plan, start, iterators)]
+    parts = ((80, 0), (20, 500))
+    stores = [Losing(pictures(*part), folder, without, pause_s) for part in parts]
+    heavy = TransformConfig(train="heavy", val="light", size=32, max_bad_fraction=0.5)
+    plan = PlanConfig(epochs=3, micro_batch_size=8, seed=7)
+    alone = assert_same_stream(open_stream(*stores, plan=plan, transform=heavy), way)
+    assert len(alone) == 3 * (10 + 3)
+    assert len(set(alone)) == 3 * 10 + 3  # each validation is the same
     has_extension = {path.name.partition(" ")[2] for path in folder.glob("* *")}
-    assert has_extension <= {"no actor": {"True"}, "every actor": {"False"}}.get(
-        without, {"True", "False"}
-    )
-    assert has_extension and len(pids) == kills
-    return digests
+    allowed = {"no actor": {"True"}, "every actor": {"False"}}
+    assert has_extension and has_extension <= allowed.get(without, {"True", "False"})
 
 
+@pytest.mark.skipif(not kernel.available(), reason=kernel.why_no_kernel())
 def test_one_digest_with_or_without_kernel_for_any_threads_and_actors(
-    alone: list[bytes], tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cases: list[tuple[Without, tuple[int, int], int]] = [
         ("no actor", (1, 3), 3),
@@ -200,26 +289,23 @@ def test_one_digest_with_or_without_kernel_for_any_threads_and_actors(
     if is_soak(request.config):
         cases = list(itertools.product(WITHOUT, POOLS, (1, 3, 0)))
     for number, (without, (threads, actors), block) in enumerate(cases):
-        found = digests_of(tmp_path / str(number), without, threads, actors, block)
-        assert found == alone, (without, threads, actors, block)
+        way = Way(cpus=threads, actors=actors, block=block)
+        assert_same_though_lost(tmp_path / str(number), without, way)
 
 
+@pytest.mark.skipif(not kernel.available(), reason=kernel.why_no_kernel())
 @pytest.mark.parametrize(
     ("without", "block"),
     [
         ("the first actor", 1),
-        *[
-            pytest.param("no actor", block, marks=pytest.mark.soak)
+        *(
+            pytest.param(without, block, marks=soak)
+            for without in ("no actor", "every actor")
             for block in (1, 3, 0)
-        ],
-        *[
-            pytest.param("every actor", block, marks=pytest.mark.soak)
-            for block in (1, 3, 0)
-        ],
+        ),
     ],
 )
 def test_kills_change_nothing(
-    alone: list[bytes],
     tmp_path: Path,
     without: Without,
     block: int,
@@ -230,4 +316,5 @@ def test_kills_change_nothing(
     kills = 10 if is_soak(request.config) else 4
     # all may hit one block
     monkeypatch.setattr("raypipe.streaming.supervisor.MAX_ATTEMPTS", kills + 1)
-    assert digests_of(tmp_path / "killed", without, 1, 3, block, kills) == alone
+    way = Way(cpus=1, actors=3, block=block, kills=kills)
+    assert_same_though_lost(tmp_path / "killed", without, way, pause_s=0.25)

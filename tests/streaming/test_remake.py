@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pictures
 import pytest
 import torch
 from pictures import picture
@@ -26,7 +19,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.remake import copied
+from raypipe.transform.user_code import copied
 
 STORE = MemoryStore(
     [picture(number) for number in range(8)],
@@ -34,7 +27,6 @@ STORE = MemoryStore(
     columns={"n": list(range(8))},
 )
 COUNTED = [0]
-SCRATCH = np.zeros((8, 8, 3), np.uint8)
 SEEN: dict[bytes, np.ndarray] = {}
 
 
@@ -107,13 +99,6 @@ def by_new_generator(image: np.ndarray) -> np.ndarray:
 
 def beside_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return of(image, np.random.default_rng().random() * 251)
-
-
-def in_scratch(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    SCRATCH[:] = image[:8, :8]
-    time.sleep(0.002)  # another thread's turn, on a busy machine too
-    SCRATCH[:] = SCRATCH // 2 + 1
-    return SCRATCH
 
 
 IMPURE: dict[str, Any] = {
@@ -205,15 +190,6 @@ def test_caches_buffers_and_counts_that_no_pixel_shows_are_fine(
     )
 
 
-def test_a_buffer_that_threads_share_is_an_error_where_there_are_threads() -> None:
-    list(inline_batches(alone := spec_of(in_scratch), alone.plan.start()))
-    shared = spec_of(in_scratch, 3)
-    with pytest.raises(
-        ConfigError, match="3 threads that run it at once get in each other's way"
-    ):
-        list(inline_batches(shared, shared.plan.start()))
-
-
 def test_columns_that_are_made_are_checked_as_well() -> None:
     def columns(values: Any) -> dict[str, Any]:
         COUNTED[0] += 1
@@ -292,15 +268,10 @@ def test_pure_code_of_a_size_starts_anywhere_in_any_process(
     spec = sized_spec(kind, pure_at, threads)
     assert len(list(inline_batches(spec, spec.plan.start()))) == 8
     first = {batch.position: batch for batch in inline_batches(spec, spec.plan.start())}
-    probes = []
     for place in spec.plan.micro_batches(spec.plan.start()):
         maker = MicroBatchMaker(sized_spec(kind, pure_at))
         batch = maker.batch(place)
         assert np.array_equal(batch["image"], first[place]["image"])
-        probes += maker.sample_makers.probes
-    assert len({probe.of for probe in probes}) == 2
-    for probe in probes:
-        assert maker.sample_makers.check_probe(probe) == ""
 
 
 @pytest.mark.parametrize("kind", SIZED)
@@ -310,110 +281,6 @@ def test_code_that_keeps_state_at_one_size_only_is_found(kind: str) -> None:
         list(inline_batches(spec, spec.plan.start()))
 
 
-IN_A_PROCESS = """
-    import pickle, sys
-    from pathlib import Path
-    import numpy as np
-    sys.path.insert(0, {support!r})
-    from pictures import picture
-    from raypipe.config import PlanConfig, PoolConfig
-    from raypipe.plan.places import MicroBatchId
-    from raypipe.stores.memory import MemoryStore
-    from raypipe.streaming.maker import MicroBatchMaker
-    from raypipe.streaming.opening import open_stream
-
-    def by_hash(image):
-        return image[:8, :8] + np.uint8(hash("a name") % 251)
-
-    latched = []
-    def by_first(image):
-        latched[:] = latched or [int(image.sum()) % 251]
-        return image[:8, :8] + np.uint8(latched[0])
-
-    def pure(image):
-        return image[:8, :8]
-
-    store = MemoryStore([picture(number) for number in range(16)], np.zeros(16, np.int64))
-    plan = PlanConfig(epochs=1, micro_batch_size=4)
-    code = globals()[sys.argv[1]]
-    spec = open_stream(store, plan=plan, train_transform=code, pool=PoolConfig(engine="inline"))
-    maker = MicroBatchMaker(spec)
-    maker.batch(MicroBatchId("train", 0, int(sys.argv[2]), 0))
-    (probe,) = maker.sample_makers.probes
-    path = Path(sys.argv[3])
-    if path.exists():
-        print("compared", maker.sample_makers.check_probe(pickle.loads(path.read_bytes())))
-    path.write_bytes(pickle.dumps(probe))
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "is_pure"), [("by_hash", False), ("by_first", False), ("pure", True)]
-)
-def test_code_whose_results_hang_on_the_process_is_found_by_two(
-    name: str, is_pure: bool, tmp_path: Path
-) -> None:
-    program = textwrap.dedent(
-        IN_A_PROCESS.format(support=str(Path(pictures.__file__).parent))
-    )
-    for step in (0, 1):
-        command = [
-            sys.executable,
-            "-c",
-            program,
-            name,
-            str(step),
-            str(tmp_path / "probe"),
-        ]
-        environment = {**os.environ, "PYTHONHASHSEED": str(step + 1)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False
-        )
-    if is_pure:
-        assert done.stdout.strip() == "compared" and not done.returncode, done.stderr
-    else:
-        assert (
-            "transform.train is a function, which does not make the same" in done.stderr
-        )
-        assert "two processes differ" in done.stderr
-
-
-@pytest.mark.parametrize("is_alike", [True, False])
-def test_the_samples_that_the_driver_tried_are_compared_in_each_process(
-    is_alike: bool,
-) -> None:
-    spec = spec_of(PURE["lambda"])
-    try_samples(spec, num_classes=1)
-    (probe,) = spec.probes
-    if is_alike:
-        assert len(list(inline_batches(spec, spec.plan.start()))) == 2
-        return
-    spec.probes[:] = [replace(probe, digest="of another process")]
-    with pytest.raises(ConfigError, match="two processes differ"):
-        list(inline_batches(spec, spec.plan.start()))
-
-
-def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from raypipe.streaming import worker
-
-    asked: list[Any] = []
-
-    class Remote:
-        def remote(self, probe: Any) -> Any:
-            asked.append(probe)
-            return replace(probe, digest="of another process")
-
-    spec = spec_of(PURE["lambda"])
-    actor = object.__new__(worker.TransformWorker)
-    actor._maker, actor._supervisor = (
-        MicroBatchMaker(spec),
-        SimpleNamespace(first_probe=Remote()),
-    )
-    actor._maker.batch(next(iter(spec.plan.micro_batches(spec.plan.start()))))
-    monkeypatch.setattr(worker.ray, "get", lambda made, timeout: made)
-    with pytest.raises(ConfigError, match="two processes differ"):
-        actor._compare_probes()
-    actor._compare_probes()
-    assert len(asked) == 1 and asked[0].sample.image == bytes(asked[0].sample.image)
+def test_the_driver_finds_such_state_before_a_run_begins() -> None:
+    with pytest.raises(ConfigError, match="does not make the same of the same sample"):
+        try_samples(spec_of(Counter()), num_classes=1)

@@ -1,4 +1,4 @@
-"""A small dataset on the device: the order, keys and seeds of a stream with its plan, cropped and flipped."""
+"""A small dataset on the device: the stream with `transform.decode: device`, whose images are decoded once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.resident import resident
+from raypipe.streaming.hashes import batch_hash
+from raypipe.streaming.resident import _empty, resident
 
 PLAN = PlanConfig(epochs=3, micro_batch_size=8, global_batch_size=16, seed=5)
+FLIP = {"HorizontalFlip": {"p": 0.5}}
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -36,30 +39,106 @@ def store_of(
     return MemoryStore(images, np.arange(num) % 7, columns=columns)
 
 
-def test_order_keys_and_seeds_are_those_of_a_stream_with_the_plan() -> None:
-    store = store_of()
-    data = resident(store, plan=PLAN)
-    spec = raypipe.open_stream(
+def mixed_sizes() -> MemoryStore:
+    wide, high = store_of(36), store_of(34, (21, 9))
+    images = [*wide._images, *high._images]
+    return MemoryStore(images, np.arange(70) % 7)
+
+
+def box(name: str, height: int, width: int) -> dict[str, Any]:
+    return {name: {"height": height, "width": width}}
+
+
+def decoded_stream(
+    store: MemoryStore, steps: Any, val: MemoryStore | None = None
+) -> raypipe.StreamSpec:
+    """A stream that decodes each image on the device."""
+    return raypipe.open_stream(
         store,
+        val,
         plan=PLAN,
-        transform=TransformConfig(train="none"),
+        transform=TransformConfig(decode="device"),
+        train_transform=steps,
+        val_transform=[box("Resize", 16, 16)] if val else "",
         pool=PoolConfig(engine="inline"),
     )
+
+
+PAD = {"Pad": {"padding": 2}}
+CASES = {
+    "as stored": ({}, store_of, [box("CenterCrop", 10, 12)]),
+    "flip": ({"flip": 0.5}, store_of, [box("CenterCrop", 10, 12), FLIP]),
+    "crops": (
+        {"border": 2, "flip": 0.5},
+        store_of,
+        [PAD, box("RandomCrop", 10, 12), FLIP],
+    ),
+    "resized": ({"size": 16}, mixed_sizes, [box("Resize", 16, 16)]),
+    "all": (
+        {"size": 16, "border": 2, "flip": 0.5},
+        mixed_sizes,
+        [box("Resize", 16, 16), PAD, box("RandomCrop", 16, 16), FLIP],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_digest_is_that_of_the_stream_with_decode_device(case: str) -> None:
+    options, make, steps = CASES[case]
+    data = resident(make(), plan=PLAN, **options)
+    spec = decoded_stream(make(), steps)
     assert data.plan.fingerprint == spec.plan.fingerprint and len(data) == 70
-    for epoch in raypipe.loader(spec).epochs():
-        for streamed, found in zip(epoch.train, data.epoch(epoch.number), strict=True):
-            assert found.position == streamed.position and found.seed == streamed.seed
-            assert (
-                found.ends_step == streamed.ends_step
-                and (found.index == streamed.index).all()
-            )
-            assert torch.equal(found.target, streamed.target) and torch.equal(
-                found.image, streamed.image
-            )
-            assert found.image.is_contiguous(memory_format=torch.channels_last)
+    num = 0
+    for expected, found in zip(
+        raypipe.loader(spec).epochs(), data.loader.epochs(), strict=True
+    ):
+        for one, other in zip(expected.train, found.train, strict=True):
+            assert other.position == one.position and other.seed == one.seed
+            assert batch_hash(other) == batch_hash(one)
+            assert other.ends_step == one.ends_step
+            assert other.image.is_contiguous(memory_format=torch.channels_last)
+            num += 1
+    assert num == 3 * 8
 
 
-def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
+def test_validation_augmentation_and_recorded_digests_are_those_too(
+    tmp_path: Path,
+) -> None:
+    config = AugmentConfig(preset="light", mixup_alpha=0.4)
+    options, make, steps = CASES["all"]
+    spec = decoded_stream(make(), steps, store_of(19))
+    streamed = raypipe.loader(
+        spec, augment=config, run_dir=tmp_path / "stream", log_digest=True
+    )
+    data = resident(
+        make(),
+        val=store_of(19),
+        plan=PLAN,
+        augment=config,
+        run_dir=tmp_path / "resident",
+        log_digest=True,
+        **options,
+    )
+    hashes = []
+    for loader, name in ((streamed, "stream"), (data.loader, "resident")):
+        of_run = []
+        for epoch in loader.epochs():
+            of_run += [batch_hash(batch) for batch in epoch.train]
+            of_run += [batch_hash(batch) for batch in epoch.val]
+        loader.close()
+        records = (tmp_path / name / "digests").glob("epoch-*.jsonl")
+        lines = [
+            line
+            for path in sorted(records)
+            for line in path.read_text().splitlines()
+            if "start" not in line
+        ]
+        assert len(lines) > 3 * (8 + 4)
+        hashes.append((of_run, lines))
+    assert hashes[0] == hashes[1] and len(hashes[0][0]) == 3 * (8 + 4)
+
+
+def test_crops_and_flips_are_pieces_of_padded_images() -> None:
     data = resident(store_of(), plan=PLAN, border=2, flip=0.5)
     assert data.images.shape == (70, 3, 10, 12)
     padded = torch.nn.functional.pad(data.images, (2, 2, 2, 2))
@@ -81,33 +160,25 @@ def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
             places.add(found[:2])
             flips += found[2]
     assert len(places) == 25 and flips / (3 * 64) == pytest.approx(0.5, abs=0.12)
-    none = resident(store_of(), plan=PLAN, border=2)
-    again = resident(store_of(), plan=PLAN, border=2, flip=1.0)
-    for one, other in zip(none.epoch(1), again.epoch(1), strict=True):
-        assert torch.equal(one.image.flip(3), other.image)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_share_an_epoch_and_a_resume_is_its_rest(world_size: int) -> None:
-    whole = {
-        batch.position: batch
-        for batch in resident(store_of(), plan=PLAN, border=1, flip=0.5).epoch(1)
-    }
-    found: dict[Any, Batch] = {}
+    options: dict[str, Any] = {"plan": PLAN, "border": 1, "flip": 0.5}
+    data = resident(store_of(), **options)
+    whole = {batch.position: batch for batch in data.epoch(1)}
+    found: dict[MicroBatchId, Batch] = {}
     for rank in range(world_size):
-        data = resident(
-            store_of(), plan=PLAN, border=1, flip=0.5, rank=rank, world_size=world_size
-        )
+        share = {"rank": rank, "world_size": world_size}
+        data = resident(store_of(), **options, **share)
         mine = list(data.epoch(1))
         assert all(batch.position.micro % world_size == rank for batch in mine)
         assert sum(batch.ends_step for batch in mine) == data.plan.steps_per_epoch
         rest = list(data.epoch(1, step=2))
         assert [batch.position for batch in rest] == [
-            at.position for at in mine if at.position.step >= 2
+            batch.position for batch in mine if batch.position.step >= 2
         ]
-        found |= {batch.position: batch for batch in rest} | {
-            at.position: at for at in mine
-        }
+        found |= {batch.position: batch for batch in [*rest, *mine]}
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[at].image, batch.image) for at, batch in whole.items())
     with pytest.raises(ConfigError, match=r"use 1, 2 workers"):
@@ -116,6 +187,20 @@ def test_ranks_share_an_epoch_and_a_resume_is_its_rest(world_size: int) -> None:
         ConfigError, match=r"epoch 3, step 0 is not in a plan of 3 epochs of 4 steps"
     ):
         next(data.epoch(3))
+
+
+def test_a_state_continues_as_that_of_any_loader() -> None:
+    data = resident(store_of(), plan=PLAN, border=1)
+    batches = iter(next(data.loader.epochs()).train)
+    for _ in range(4):
+        next(batches)
+    state = data.loader.state_dict()
+    rest = [batch_hash(batch) for batch in batches]
+    again = resident(store_of(), plan=PLAN, border=1)
+    again.loader.load_state_dict(state)
+    assert (
+        [batch_hash(batch) for batch in next(again.loader.epochs()).train] == rest != []
+    )
 
 
 def test_a_module_and_a_configuration_augment_it_as_a_loader_does() -> None:
@@ -142,24 +227,19 @@ def test_a_module_and_a_configuration_augment_it_as_a_loader_does() -> None:
 
 
 def test_images_are_resized_where_a_size_is_given_and_else_must_agree() -> None:
-    store = store_of()
-    images = store.read(np.arange(3), ("image",))["image"]
-    odd = MemoryStore([*images, png(np.zeros((9, 9, 3), np.uint8))], range(4))
     plan = PlanConfig(epochs=1, micro_batch_size=2)
     with pytest.raises(
-        ConfigError, match=r"sample 3: .*\(9, 9, 3\).*size=32\) resizes"
+        ConfigError, match=r"sample 36 has \(21, 9\) pixels.*size=32\) resizes"
     ):
-        resident(odd, plan=plan)
-    assert resident(odd, plan=plan, size=16).images.shape == (4, 3, 16, 16)
+        resident(mixed_sizes(), plan=plan)
+    assert resident(mixed_sizes(), plan=plan, size=16).images.shape == (70, 3, 16, 16)
 
 
-def test_what_cannot_be_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = MemoryStore([png(np.zeros((4, 4, 3), np.uint8)), b"nothing"], range(2))
     plan = PlanConfig(epochs=1, micro_batch_size=2)
     with pytest.raises(
-        StoreError, match=r"sample 1.* cannot be used: .*`raypipe verify`"
+        StoreError, match=r"sample 1 cannot be used, .*`raypipe verify`"
     ):
         resident(broken, plan=plan)
     with pytest.raises(
@@ -172,12 +252,10 @@ def test_what_cannot_be_is_named(
             store_of(), plan=PlanConfig(epochs=1, micro_batch_size=2, buckets=["8x8"])
         )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20_000, 1 << 30))
-    from raypipe.streaming.resident import _empty
-
     with pytest.raises(
         ResourceError, match=r"70 images of 12x10 take 0\.0 GB of the GPU's memory"
     ):
-        _empty(70, (10, 12, 3), 2, torch.device("cuda", 0))
+        _empty(71, (10, 12), torch.device("cuda", 0))
 
 
 def test_samples_that_are_left_out_are_neither_read_nor_drawn() -> None:
@@ -195,4 +273,4 @@ def test_samples_that_are_left_out_are_neither_read_nor_drawn() -> None:
 
 def test_a_store_without_a_target_has_none() -> None:
     data = resident(store_of(), plan=PLAN, target_column=None)
-    assert data.targets is None and data.epoch(0).__next__().image.dtype == torch.uint8
+    assert data.targets is None and next(data.epoch(0)).image.dtype == torch.uint8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tars import write_members
 
 from raypipe import kernel, open_stream
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -60,11 +60,7 @@ def write_store(folder: Path, layout: str, files: Sequence[tuple[str, bytes]]) -
         for name, data in files:
             (address / CLASS / name).write_bytes(data)
     elif layout == "tar":
-        with tarfile.open(address, "w") as tar:
-            for name, data in files:
-                member = tarfile.TarInfo(f"{CLASS}/{name}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+        write_members(address, ((f"{CLASS}/{name}", data) for name, data in files))
     elif layout == "lmdb":
         samples = [{"image": data, "label": 0} for _, data in files]
         write_atomically(str(address), samples, (CLASS,))

@@ -28,7 +28,7 @@ from raypipe.rayext.cluster import connect
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
-_SETTLE_S = 20.0
+_SETTLE_S = 100.0
 _LOOP = """
 with raypipe.loader(spec) as loader:
     for epoch in loader.epochs():

@@ -164,7 +164,7 @@ class LocalHead:
                 start_new_session=True,
             )
         self.environment["RAY_API_SERVER_ADDRESS"] = self.address
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while not self._is_ready():
             if time.monotonic() > deadline or self._process.poll() is not None:
                 log_text = Path(self._folder, "head.log").read_text()
@@ -210,7 +210,7 @@ class LocalHead:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(
-        self, *arguments: str, check: bool = True, timeout_s: float = 150.0
+        self, *arguments: str, check: bool = True, timeout_s: float = 300.0
     ) -> subprocess.CompletedProcess[str]:
         """What `ray ARGUMENTS` prints, asked of this cluster."""
         deadline, cut_off = time.monotonic() + timeout_s, False

@@ -57,7 +57,7 @@ def logging_loader(
         cursor=cursor or spec.plan.start(),
         augment=augment,
         folder=folder,
-        digest_log=DigestLog.of(
+        digest_log=DigestLog(
             folder,
             spec.plan,
             settings_record(spec, augment, None),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+from tars import write_members
 
 
 def picture(index: int, height: int = 40, width: int = 48) -> bytes:
@@ -28,8 +27,8 @@ CLASSES = tuple("abcde")
 
 def write_tar(path: str | Path, samples: Iterable[dict[str, Any]]) -> None:
     """A tar of class folders."""
-    with tarfile.open(path, "w") as tar:
-        for number, sample in enumerate(samples):
-            member = tarfile.TarInfo(f"{CLASSES[sample['label']]}/{number:06d}.jpg")
-            member.size = len(sample["image"])
-            tar.addfile(member, io.BytesIO(sample["image"]))
+    members = (
+        (f"{CLASSES[sample['label']]}/{number:06d}.jpg", sample["image"])
+        for number, sample in enumerate(samples)
+    )
+    write_members(Path(path), members)

@@ -58,7 +58,7 @@ if __name__ == "__main__":
     thread.start()
     time.sleep(0.3)
     ray.shutdown()  # while another thread waits for a batch
-    thread.join(20.0)
+    thread.join(200.0)
     print(
         "it ended"
         if not thread.is_alive() and not ray.is_initialized()

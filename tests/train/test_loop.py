@@ -227,7 +227,6 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     assert audited["root"] == audit(alone["run_dir"], samples=0)["root"]
 
 
-@pytest.mark.system
 @pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)
 def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
@@ -258,6 +257,7 @@ def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
 
 
+@pytest.mark.system
 def test_a_fault_before_the_first_micro_batch_is_recorded(
     run: RunConfig, tmp_path: Path
 ) -> None:

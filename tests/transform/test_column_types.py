@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tars import by_suffix, write_members
 
 from raypipe.config import column_options
 from raypipe.errors import ConfigError
@@ -53,16 +52,9 @@ def of_lmdb(path: Path, values: list[Any]) -> Store:
 
 
 def of_webdataset(path: Path, values: list[Any]) -> Store:
-    with tarfile.open(path.with_suffix(".tar"), "w") as tar:
-        for number, value in enumerate(values):
-            for suffix, data in (
-                ("jpg", b"x"),
-                ("json", json.dumps({"label": 0, "t": value}).encode()),
-            ):
-                member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return open_store(path.with_suffix(".tar"))
+    contents = (json.dumps({"label": 0, "t": value}).encode() for value in values)
+    samples = ({"jpg": b"x", "json": content} for content in contents)
+    return open_store(write_members(path.with_suffix(".tar"), by_suffix(samples)))
 
 
 def in_memory(path: Path, values: list[Any]) -> Store:

@@ -94,7 +94,7 @@ def test_the_device_makes_what_the_library_makes(name: str) -> None:
         next(iter(rest.transforms)) is first and ending is not None and ending.on_device
     )
     assert all(
-        type(step).__name__ in ("ToImage", type(first).__name__)
+        type(step).__name__ in ("ToImage", "PILToTensor", type(first).__name__)
         for step in rest.transforms
     )
     dtype = getattr(torch, ending.dtype)
@@ -128,6 +128,7 @@ def test_an_ending_in_nested_pipelines_is_found_and_nothing_may_be_left() -> Non
             [v2.ToImage(), v2.RGB(), v2.ToDtype(torch.uint8), v2.ToPureTensor()]
         ),
         A.Compose([A.HorizontalFlip(), ToTensorV2()]),
+        A.Compose([A.HorizontalFlip(), A.ToFloat(), A.FromFloat("uint8")]),
         OLD.Compose([OLD.RandomCrop(8), OLD.PILToTensor()]),
     ],
 )
@@ -156,6 +157,25 @@ def test_steps_that_change_no_values_are_left_out(pipeline: Any) -> None:
         (
             A.Compose([A.Normalize(normalization="image"), ToTensorV2()]),
             "by chance, or depends",
+        ),
+        (
+            A.Compose([A.Normalize(), A.VerticalFlip(p=1e-9), ToTensorV2()]),
+            "Normalize stands before VerticalFlip",
+        ),
+        (
+            v2.Compose([FLOAT, v2.RandomHorizontalFlip(1e-9)]),
+            "ToDtype stands before RandomHorizontalFlip",
+        ),
+        (
+            v2.Compose([FLOAT, v2.ClampBoundingBoxes()]),
+            "ToDtype stands before ClampBoundingBoxes",
+        ),
+        (v2.Compose([FLOAT, v2.Lambda(lambda image: image)]), "stands before Lambda"),
+        (
+            OLD.Compose(
+                [OLD.ToTensor(), OLD.Resize((12, 10)), OLD.Normalize(*NUMBERS)]
+            ),
+            "ToTensor stands before Resize",
         ),
     ],
 )
@@ -193,6 +213,23 @@ def test_an_ending_stays_where_the_steps_before_make_no_uint8_rgb(
     assert made.dtype == np.float32 and made.shape == (*IMAGE.shape[:2], channels)
 
 
+def test_numbers_are_those_that_the_pipeline_was_given() -> None:
+    clip: Any = (
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+    )
+    for steps in ([A.Normalize(*clip)], [A.ToFloat(), A.Normalize(*clip, 1.0)]):
+        ending = take_ending(A.Compose(steps))[1]
+        assert ending and ending.mean == pytest.approx(clip[0], abs=1e-7)
+        assert ending.std == pytest.approx(clip[1], abs=1e-7)
+    of_bytes: Any = ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    ending = take_ending(
+        v2.Compose([v2.ToDtype(torch.float32), v2.Normalize(*of_bytes)])
+    )[1]
+    assert ending and ending.mean == (0.485, 0.456, 0.406)
+    assert ending.std == (0.229, 0.224, 0.225)
+
+
 def test_looking_at_a_pipeline_leaves_its_generators_as_they_are() -> None:
     pipeline = A.Compose([A.RandomCrop(8, 8), A.Normalize(), ToTensorV2()], seed=3)
     twin = A.Compose([A.RandomCrop(8, 8), A.Normalize(), ToTensorV2()], seed=3)
@@ -209,13 +246,13 @@ def test_looking_at_a_pipeline_leaves_its_generators_as_they_are() -> None:
 def test_a_normalize_on_uint8_is_an_error_with_the_step_to_add() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"Normalize needs float .* write v2.ToDtype\(torch.float32, scale=True\)",
+        match=r"Normalize fails .*uint8.*\(write v2.ToDtype\(torch.float32, scale=True\)",
     ):
         take_ending(v2.Compose([v2.RandomCrop(8), v2.Normalize(*NUMBERS)]))
     with pytest.raises(
-        ConfigError, match="Normalize has 4 channels, and images have 3"
+        ConfigError, match=r"Normalize fails .* and a number for each channel"
     ):
-        take_ending(A.Compose([A.Normalize((0.5,) * 4, (0.5,) * 4)]))
+        take_ending(v2.Compose([FLOAT, v2.Normalize((0.5,) * 4, (0.5,) * 4)]))
 
 
 def test_one_normalization_holds() -> None:

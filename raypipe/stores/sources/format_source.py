@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import (
-    Callable,
     Collection,
     Iterable,
     Iterator,
@@ -15,7 +13,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.packages import to_install
@@ -31,8 +29,6 @@ NUM_PROBED = 64
 """Samples that show what the columns of a format are."""
 
 _READ_BYTES = 1 << 20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,20 +97,6 @@ def explained(where: str) -> Iterator[None]:
         raise StoreError(
             f"{where} cannot be read: {type(error).__name__}: {error_reason(error)}; copy it again"
         ) from error
-
-
-def up_to(
-    samples: Iterator[T], num_most: int, num_bytes_of: Callable[[T], int]
-) -> list[T]:
-    """Return the next samples, fewer where they are large, so that few of them are in memory."""
-    taken: list[T] = []
-    num_bytes = 0
-    for sample in itertools.islice(samples, num_most):
-        taken.append(sample)
-        num_bytes += num_bytes_of(sample)
-        if num_bytes >= MAX_CHUNK_BYTES:
-            break
-    return taken
 
 
 def size_of(file: io.BufferedReader) -> int:

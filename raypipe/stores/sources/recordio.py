@@ -13,7 +13,6 @@ face data sets have them around their images, are passed over.
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import struct
 from collections.abc import Iterator
@@ -25,13 +24,11 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.sources.format_source import (
-    NUM_PROBED,
     Asked,
     Source,
     no_option,
     opened,
     size_of,
-    up_to,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,15 +48,7 @@ def open_recordio(address: str, asked: Asked) -> Source:
             raise no_option("MXNet RecordIO", option, value)
     num_records = _num_in_index(address)
     samples = _samples(address, num_records, has_label=bool(asked.label))
-    first = up_to(samples, NUM_PROBED, lambda sample: len(sample["image"]))
-    labels = [sample["label"] for sample in first if "label" in sample]
-    are_whole = all(
-        np.ndim(label) == 0 and float(label).is_integer() for label in labels
-    )
-    every = itertools.chain(first, samples)
-    return Source(
-        _with_classes(address, every) if are_whole else every, num_samples=num_records
-    )
+    return Source(samples, num_samples=num_records)
 
 
 def _num_in_index(address: str) -> int | None:
@@ -68,20 +57,6 @@ def _num_in_index(address: str) -> int | None:
     except ConfigError:  # there is none
         return None
     return sum(1 for line in text.splitlines() if line.strip())
-
-
-def _with_classes(
-    address: str, samples: Iterator[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    for sample in samples:
-        if "label" in sample:
-            if np.ndim(sample["label"]) or not float(sample["label"]).is_integer():
-                raise StoreError(
-                    f"{address}: the record of id {sample['id']} has the label {sample['label']}, but the first "
-                    "records have whole numbers, which are classes"
-                )
-            sample["label"] = int(sample["label"])
-        yield sample
 
 
 def _samples(
@@ -117,13 +92,12 @@ def _samples(
                 "store.target_column to '', and they become a column `labels`"
             )
         num_labels = flag
-        yield sample | {
-            "label": label
-            if not flag
-            else labels[0].item()
-            if flag == 1
-            else labels.copy()
-        }
+        if flag > 1:
+            sample["label"] = labels.copy()
+        else:
+            number = labels[0].item() if flag else label
+            sample["label"] = int(number) if number.is_integer() else number
+        yield sample
     if num_empty:
         logger.warning(
             "%s: passed over %s records without an image", address, f"{num_empty:,}"

@@ -247,7 +247,7 @@ def _records(path: str) -> Iterator[_Record]:
                 check_read(f"{where}, in parts,", _COPIES * num_bytes, stored_bytes)
                 data = content.read(num_bytes)
             else:
-                _pass_over(content, num_bytes)
+                content.seek(num_bytes, io.SEEK_CUR)
             checksum = content.read(_CRC.size)
             is_cut = data is not None and len(data) < num_bytes
             if len(checksum) < _CRC.size or is_cut:
@@ -283,11 +283,6 @@ def _length(header: bytes, path: str, number: int) -> int:
             f"{path} {damage}: the checksum of the length of record {number} is wrong"
         )
     return _HEADER.unpack(header)[0]
-
-
-def _pass_over(file: Any, num_bytes: int) -> None:
-    while num_bytes and (passed := file.read(min(num_bytes, 1 << 20))):
-        num_bytes -= len(passed)
 
 
 def _features(data: bytes) -> dict[str, list[Any]]:

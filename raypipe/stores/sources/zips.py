@@ -28,7 +28,6 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.base import NAME, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
-    LeftOut,
     check_classes,
     find_classes,
     tell_left_out,
@@ -195,8 +194,7 @@ def _pairs(
         scans.append(scan)
         members.append(of_positions)
     indexed = index_samples([zipped.path for zipped in zips], scans)
-    left_out = indexed.left_out + sum((scan["left_out"] for scan in scans), LeftOut())
-    tell_left_out(zips[0].path, sum(indexed.nums), left_out)
+    tell_left_out(zips[0].path, sum(indexed.nums), indexed.left_out)
     samples = _samples_of_pairs(zips, members, indexed)
     return Source(samples, num_samples=sum(indexed.nums))
 

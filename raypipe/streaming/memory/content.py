@@ -12,12 +12,14 @@ Code of the user's has no key beyond its stream: two functions may differ in a d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import pickle
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,6 @@ import numpy as np
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
-from raypipe.streaming.remake import processor
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.albumentations import described
 from raypipe.transform.sample_maker import SampleMaker
@@ -35,6 +36,20 @@ from raypipe.transform.sizes import Size
 _KEY_BYTES = 16
 # Settings that the key has in another form, or that decide nothing in a micro-batch.
 _ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limit_s")
+
+
+def processor() -> str:
+    """The model of this machine's processor."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        return next(
+            (
+                line.split(":")[1].strip()
+                for line in lines
+                if line.startswith("model name")
+            ),
+            "",
+        )
+    return platform.processor()
 
 
 Recipe = tuple[SampleMaker, Size, float, Draws]

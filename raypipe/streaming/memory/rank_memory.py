@@ -16,10 +16,10 @@ from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.folder import RANKS, open_folder
 from raypipe.streaming.memory.recall import streams_of
 from raypipe.streaming.memory.streams import Streams
-from raypipe.streaming.remake import copied
 from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.user_code import copied
 
 
 class RankMemory:

@@ -1,14 +1,4 @@
-"""The record of a stream in its run's folder: all that opens it again, later and elsewhere.
-
-{"arguments": {…}}   those of `raypipe.open_stream`, as entries of `recorded_values`; addresses are absolute
-{"stores": {…}}      by split: name, address, fingerprint and number of samples of each store
-{"written": {…}}     when the files of each store were written, by its address and the machine
-{"plan": …}          the plan's fingerprint
-{"quarantine": …}    the folder that records bad samples
-{"augment": …}       the loader's augmentation, as an entry; and its `dtype` and `device`
-{"code": …}          the hashes of the user's modules by their names
-{"versions": {…}}    of the packages and of raypipe's code that pixels depend on, and the machine
-"""
+"""The record of a stream in its run's folder: all that opens it again, later and elsewhere; see `StreamRecord`."""
 
 from __future__ import annotations
 
@@ -16,12 +6,14 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from raypipe.packages import user_code, versions
 from raypipe.plan.places import Split
+from raypipe.section import Limits, Section
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import Store
 from raypipe.stores.facts import written_of
@@ -40,6 +32,55 @@ _NOT_RECORDED = ("pool", "quarantine", "run", "log_format", "in_memory")
 _NOT_SEALED = ("epochs", "val_interval")
 
 
+@dataclass(frozen=True)
+class StoreRecord(Section, prefix="stores."):
+    """A store of a stream; its name in a mixture, else empty."""
+
+    name: str
+    address: str
+    fingerprint: str
+    samples: Annotated[int, Limits(0, 1 << 62)]
+    in_groups: bool
+
+
+@dataclass(frozen=True)
+class StreamRecord(Section, prefix="stream."):
+    """A stream, as JSON in its run's folder. A value of the wrong kind raises ConfigError.
+
+    Attributes:
+        arguments: those of `raypipe.open_stream`, as entries of `recorded_values`; addresses are absolute.
+        augment: the user's augmentation on the device, as an entry.
+        plan: the plan's fingerprint.
+        dtype: dtype of the images that the device makes; None = the pipeline's own, or float32.
+        stores: `StoreRecord`s of each split.
+        written: when the files of each store were written, see `written_files`.
+        quarantine: the folder that records bad samples; empty = none.
+        device: kind of the rank's device.
+        code: the hashes of the user's modules by their names.
+        versions: versions of the packages and of raypipe's code that pixels depend on, and the machine.
+    """
+
+    arguments: dict[str, Any]
+    augment: dict[str, Any] | None
+    plan: str
+    dtype: Literal["float32", "float16", "bfloat16", "float64", "uint8"] | None
+    stores: dict[Split, list[dict[str, Any]]]
+    written: dict[str, str]
+    quarantine: str
+    device: str
+    code: dict[str, str]
+    versions: dict[str, str | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(bool(self.parts("train")), "stores", self.stores, "of train")
+        self.parts("val")
+
+    def parts(self, split: Split) -> list[StoreRecord]:
+        """Return the stores of a split."""
+        return [StoreRecord(**part) for part in self.stores.get(split, [])]
+
+
 def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `open_stream` that decide a stream, with absolute addresses."""
     kept = {
@@ -53,12 +94,7 @@ def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def settings_record(
     spec: StreamSpec, augment: AugmentConfig | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Return the part of a stream's record that decides its batches, the same in all ranks.
-
-    Args:
-        augment: the user's augmentation on the device; None = none.
-        dtype: dtype of the images that it makes; None = the pipeline's own, or float32.
-    """
+    """Return the part of a stream's record that decides its batches, the same in all ranks."""
     arguments = {name: recorded(value) for name, value in spec.opened.items()}
     weights = spec.plan.config.weights
     if isinstance(weights, str) and weights.endswith(".npy"):
@@ -77,28 +113,30 @@ def stream_record(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return what a run's folder records of its stream, as JSON; see `settings_record`."""
-    return {
-        **settings_record(spec, augment, dtype),
-        "stores": {
-            split: [
-                {
-                    "name": name,
-                    "address": store.address,
-                    "fingerprint": store.fingerprint,
-                    "samples": len(store),
-                    "in_groups": store.groups is not None,
-                }
-                for name, store in parts_of(of_split).items()
-            ]
-            for split, of_split in spec.stores.items()
-        },
-        "written": written_files(spec.stores),
-        "quarantine": _absolute(spec.quarantine),
-        "device": device.type,
-        "code": user_code(),
-        "versions": {**versions(), "machine": platform.machine()},
+    """Return what a run's folder records of its stream, as JSON."""
+    stores = {
+        split: [
+            {
+                "name": name,
+                "address": store.address,
+                "fingerprint": store.fingerprint,
+                "samples": len(store),
+                "in_groups": store.groups is not None,
+            }
+            for name, store in parts_of(of_split).items()
+        ]
+        for split, of_split in spec.stores.items()
     }
+    record = StreamRecord(
+        **settings_record(spec, augment, dtype),
+        stores=stores,
+        written=written_files(spec.stores),
+        quarantine=_absolute(spec.quarantine),
+        device=device.type,
+        code=user_code(),
+        versions={**versions(), "machine": platform.machine()},
+    )
+    return vars(record)
 
 
 def sealed(record: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -109,47 +147,27 @@ def sealed(record: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         facts: see `digest_log.FACTS`.
     """
     arguments = dict(record["arguments"])
-    plan = arguments["plan"]
-    kept = {
-        name: value
-        for name, value in plan["settings"].items()
-        if name not in _NOT_SEALED
-    }
-    arguments["plan"] = {**plan, "settings": kept}
+    settings = arguments.pop("plan")["settings"]
     content = [
         arguments,
-        record["augment"],
-        record["plan"],
-        record["dtype"],
-        sorted(facts.items()),
+        {name: settings[name] for name in settings if name not in _NOT_SEALED},
+        *(record[name] for name in ("augment", "plan", "dtype")),
+        sorted(f"{name} {value}" for name, value in facts.items()),
     ]
-    text = json.dumps(_without_texts(content), sort_keys=True)
+    text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _without_texts(entries: Any) -> Any:
-    """Entries without the texts of objects, which may differ between processes."""
-    if isinstance(entries, Mapping):
-        return {
-            name: _without_texts(value)
-            for name, value in entries.items()
-            if name != "text"
-        }
-    if isinstance(entries, list | tuple):
-        return [_without_texts(value) for value in entries]
-    return entries
 
 
 def written_files(stores: Mapping[Split, Store]) -> dict[str, str]:
     """Return when the files of each store were written, see `written_of`, by its address and this machine."""
-    host = gethostname()
-    return {
-        store.address if is_remote(store.address) else f"{store.address} on {host}": (
-            written_of(store)
-        )
-        for of_split in stores.values()
-        for store in parts_of(of_split).values()
-    }
+    written = {}
+    for of_split in stores.values():
+        for store in parts_of(of_split).values():
+            place = store.address
+            if not is_remote(place):
+                place += f" on {gethostname()}"
+            written[place] = written_of(store)
+    return written
 
 
 def rewritten(then: Any, now: Mapping[str, Any]) -> list[str]:
@@ -158,9 +176,9 @@ def rewritten(then: Any, now: Mapping[str, Any]) -> list[str]:
     Args:
         then: the earlier one, which may be damaged, or of an earlier release.
     """
-    before: Any = then.get("written") if isinstance(then, dict) else {}
+    before: Any = then.get("written") if isinstance(then, dict) else None
     if not isinstance(before, dict):
-        before = {}
+        return []
     return [
         f"The files of {place} were written or replaced since the run: if their contents have changed, so have "
         "its pixels."
@@ -178,9 +196,6 @@ def _absolute(address: Any) -> Any:
     """Return addresses with absolute paths, since a replay starts in another folder; other values as they are."""
     if isinstance(address, Mapping):
         return {name: _absolute(value) for name, value in address.items()}
-    if not isinstance(address, str | Path) or not str(address):
+    if not isinstance(address, str | Path) or "://" in str(address) or not str(address):
         return address
-    text = str(address)
-    if "://" in text:
-        return text
-    return str(Path(text).expanduser().absolute())
+    return str(Path(address).expanduser().absolute())

@@ -1,21 +1,18 @@
 """Values as JSON, for the record of a run, and back again when the run is replayed.
 
-3, "text", null                    plain values as they are
-{"list": […]}, {"tuple": […]}      of such entries
+3, "text", null, […]               plain values and lists as they are
+{"tuple": […]}                     of entries
 {"map": [[key, entry], …]}         keys may be numbers
 {"settings": {name: …}}            a section of the settings
 {"import": "module:name"}          a function or a class that can be imported
 {"store": "module:name", …}        one of raypipe's stores, with its address and options
 {"albumentations": {…}}            a pipeline of the library's own steps
-{"array": "<i8", "shape": […], …}  numbers
-{"object": name, "text": …}        anything else: its class; a replay needs it again
+{"array": "<i8", "values": […]}    numbers
+{"object": name}                   anything else: its class; a replay needs it again
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,61 +28,40 @@ from raypipe.transform.albumentations import described
 from raypipe.transform.transform_steps import albumentations
 
 # Each start of a run has a record, so arrays in it are small.
-_MAX_BYTES = 256 << 10
-_SHOWN_CHARACTERS = 200
-# A value may hold itself.
-_MAX_DEPTH = 24
+_MAX_NUMBERS = 32 << 10
+_OUR_STORES = "raypipe.stores."
 
-
-class NotRecordedError(ConfigError):
-    """A value of a run is not in its record."""
-
-
-RecordedValue = dict[str, Any] | str | int | float | bool | None
+RecordedValue = dict[str, Any] | list[Any] | str | int | float | bool | None
 """A value in a run's record."""
 
 
-def recorded(value: Any, depth: int = 0) -> Any:
+def recorded(value: Any) -> Any:
     """Return a value as its entry in a run's record."""
-    if _is_plain(value):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Section):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return {
-            "settings": {
-                name: recorded(getattr(value, name), depth + 1) for name in fields
-            }
-        }
-    if depth < _MAX_DEPTH:
-        if isinstance(value, Mapping):
-            pairs = [[key, recorded(item, depth + 1)] for key, item in value.items()]
-            if all(_is_plain(key) for key, _ in pairs):
-                return {"map": pairs}
-        if type(value) in (list, tuple):
-            kind = type(value).__name__
-            return {kind: [recorded(item, depth + 1) for item in value]}
-    is_small = isinstance(value, np.ndarray) and value.nbytes <= _MAX_BYTES
+        fields = vars(value).items()
+        return {"settings": {name: recorded(item) for name, item in fields}}
+    if isinstance(value, Mapping):
+        return {"map": [[recorded(key), recorded(value[key])] for key in value]}
+    if type(value) in (list, tuple):
+        items = [recorded(item) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    is_small = isinstance(value, np.ndarray) and value.size <= _MAX_NUMBERS
     if is_small and value.dtype.kind in "biuf":
-        content = np.ascontiguousarray(value)
-        return {
-            "array": content.dtype.str,
-            "shape": list(content.shape),
-            "bytes": base64.b64encode(content.tobytes()).decode(),
-        }
+        return {"array": value.dtype.str, "values": value.tolist()}
     if name := _name_of(value):
         return {"import": name}
-    if isinstance(value, FileStore) and _is_ours(type(value).__module__):
-        return {
-            "store": f"{type(value).__module__}:{type(value).__name__}",
-            "address": value.address,
-            "options": [recorded(option, depth + 1) for option in value.options],
-        }
+    kind = f"{type(value).__module__}:{type(value).__name__}"
+    if isinstance(value, FileStore) and kind.startswith(_OUR_STORES):
+        options = [recorded(option) for option in value.options]
+        return {"store": kind, "address": value.address, "options": options}
     pipeline = described(value)
     if pipeline is not None:
         return {"albumentations": pipeline}
-    return {"object": type(value).__name__, "text": _text(value)}
+    return {"object": type(value).__name__}
 
 
 def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None) -> Any:
@@ -98,51 +74,37 @@ def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None)
         section: the class of an entry that is a section of the settings.
 
     Raises:
-        NotRecordedError: it cannot be made again from the record.
-        ConfigError: its code cannot be imported, or is not trusted.
+        ConfigError: it cannot be made again from the record, or its code cannot be imported or is not trusted.
     """
+    if isinstance(entry, list):
+        return [restored(item, name, trusts) for item in entry]
     if not isinstance(entry, dict):
         return entry
     if "settings" in entry:
+        fields = entry["settings"].items()
         return section(
             **{
                 field: restored(item, f"{name}.{field}", trusts)
-                for field, item in entry["settings"].items()
+                for field, item in fields
             }
         )
     if "map" in entry:
         return {key: restored(item, name, trusts) for key, item in entry["map"]}
-    if "list" in entry:
-        return [restored(item, name, trusts) for item in entry["list"]]
     if "tuple" in entry:
-        return tuple(restored(item, name, trusts) for item in entry["tuple"])
+        return tuple(restored(entry["tuple"], name, trusts))
     if "array" in entry:
-        content = base64.b64decode(entry["bytes"])
-        return np.frombuffer(content, entry["array"]).reshape(entry["shape"])
+        return np.array(entry["values"], entry["array"])
     if "import" in entry:
         return import_name(entry["import"], name, trusted=trusts)
-    if "store" in entry:
-        if not _is_ours(entry["store"]):
-            raise NotRecordedError(
-                f"{name}: {entry['store']} is not a store of raypipe's"
-            )
+    if "store" in entry and entry["store"].startswith(_OUR_STORES):
         make = import_name(entry["store"], name, trusted=False)
-        options = [restored(option, name, trusts) for option in entry["options"]]
-        return make(entry["address"], *options)
+        return make(entry["address"], *restored(entry["options"], name, trusts))
     if "albumentations" in entry:
         return albumentations().from_dict(entry["albumentations"])
-    raise NotRecordedError(
-        f"{name} was an object ({entry['object']}: {str(entry.get('text'))[:_SHOWN_CHARACTERS]}), which a run's "
-        f"folder cannot keep: give it again, raypipe.replay(run, {name.rpartition('.')[2]}=…)"
+    raise ConfigError(
+        f"{name} was an object ({entry['object']}), which a run's folder cannot keep: give it again, "
+        f"raypipe.replay(run, {name.rpartition('.')[2]}=…)"
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith("raypipe.stores.")
 
 
 def _name_of(value: Any) -> str:
@@ -155,12 +117,3 @@ def _name_of(value: Any) -> str:
     for part in name.split("."):
         found = getattr(found, part, None)
     return f"{module}:{name}" if found is value else ""
-
-
-def _text(value: Any) -> str:
-    """Return an object's text for people, without its address in memory."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # the user's own __repr__
-        return ""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)[:_SHOWN_CHARACTERS]

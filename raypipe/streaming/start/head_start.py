@@ -34,12 +34,10 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.remake import copied
-from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.user_code import failed
+from raypipe.transform.user_code import copied, failed
 
 # Time from the first actor to the first micro-batch of the pool at the rank, which the rank covers.
 _COVER_S = 1.0
@@ -206,11 +204,6 @@ class HeadStart:
                 self._changed.notify_all()
             yield batch
             del batch
-
-    @property
-    def sample_makers(self) -> SampleMakers | None:
-        """The makers of its samples; None = it has not made any. Only for use once it makes no more."""
-        return self._maker.sample_makers if self._maker else None
 
     def _count_at_hand(self, num: int) -> int:
         """Return how many of the first `num` micro-batches can be made from files of this machine."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.iteration import (
@@ -22,7 +21,6 @@ from raypipe.rayext.iteration import (
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
@@ -312,8 +310,6 @@ class PoolStart:
                         return
                     head.hear(num, is_final)
                     self._has_taken_over = is_final
-            if head.sample_makers:
-                self._compare(head.sample_makers)
 
     def _execution_lives(self) -> bool:
         """Return whether the pool's execution has not ended: the rank reads nothing from it yet."""
@@ -339,16 +335,3 @@ class PoolStart:
         if self._rank == 0:
             return self.supervisor.head_extends.remote(head.reserve())
         return self.supervisor.takeover.remote()
-
-    def _compare(self, sample_makers: SampleMakers) -> None:
-        """Compare samples of the user's code with those of the first process that has made any.
-
-        The stream ends with an error if they differ.
-        """
-        try:
-            for probe in sample_makers.probes:
-                first = ray.get(self.supervisor.first_probe.remote(probe))
-                if warning := sample_makers.check_probe(first):
-                    self.supervisor.packages_differ.remote(warning)
-        except ConfigError as error:
-            self._error = error

@@ -30,7 +30,7 @@ from raypipe.streaming.record.digest_log import (
     EpochRecord,
     read_epoch,
     recorded_counts,
-    recorded_epochs,
+    recorded_files,
 )
 from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.spec import StreamSpec
@@ -67,7 +67,7 @@ def test_the_root_is_of_the_streams_hashes(spec: StreamSpec, tmp_path: Path) -> 
     record = recorded(spec, tmp_path, epoch=1)
     assert {place: each.stream for place, each in record.hashes.items()} == hashes
     (root,) = record.roots
-    assert root == record.computed_root() and root[0] == len(hashes) == PER_EPOCH
+    assert root == record.computed_root() and len(hashes) == PER_EPOCH
 
 
 def test_one_rank_and_two_give_one_root_with_device_augmentation(
@@ -107,7 +107,8 @@ def test_a_killed_run_that_goes_on_with_two_ranks_has_the_same_root(
     run_logged(spec, resumed, 2, cursor=Cursor.from_dict(state))
     for number in range(2):
         expected, found = (recorded(spec, run, number) for run in (whole, resumed))
-        assert found.computed_root() == expected.computed_root() and not found.twice
+        assert found.computed_root() == expected.computed_root()
+        assert {len(several) for several in expected.recorded.values()} == {1}
         assert found.roots == expected.roots and len(found.roots) == 1
 
 
@@ -122,7 +123,7 @@ def test_an_epoch_that_a_loop_leaves_has_a_note_and_no_root(
             if epoch.number:
                 assert sum(1 for _ in epoch.val) == 4
     left, whole = (recorded(spec, tmp_path, number) for number in range(2))
-    assert left.was_left and not left.roots and 9 <= len(left.hashes) < PER_EPOCH
+    assert left.was_left and not left.roots and 9 <= len(left.recorded) < PER_EPOCH
     assert not whole.was_left and len(whole.roots) == 1
 
 
@@ -145,8 +146,7 @@ def test_what_is_no_line_of_this_plans_record_does_not_count(
     with file.open("a") as record:
         record.write("\n".join(foreign) + "\n" + f'{{{place}, "hash": "{"1" * 32}"}}')
     found = recorded(spec, tmp_path)
-    assert found.hashes == expected.hashes and found.roots == expected.roots
-    assert not found.twice
+    assert found.recorded == expected.recorded and found.roots == expected.roots
 
 
 def test_of_two_hashes_of_one_place_the_newest_starts_counts(
@@ -165,7 +165,7 @@ def test_of_two_hashes_of_one_place_the_newest_starts_counts(
         path.write_text("\n".join(lines) + "\n")
     record = recorded(spec, tmp_path)
     assert record.hashes[place].stream == "0" * 32
-    assert place in record.twice and first != record.hashes[place]
+    assert first in record.recorded[place] and first != record.hashes[place]
 
 
 def test_a_file_in_object_storage_is_continued(
@@ -180,11 +180,11 @@ def test_a_file_in_object_storage_is_continued(
     batches = train_all(logging_loader(spec, tmp_path / "unused"))
     for part in (batches[:7], batches[5:]):
         record = settings_record(spec, None, None)
-        log = DigestLog.of((elsewhere, "run"), spec.plan, record, 0, 1, CPU)
+        log = DigestLog((elsewhere, "run"), spec.plan, record, 0, 1, CPU)
         for batch in part:
             log.add(batch)
         log.closed()
-    assert [*recorded_epochs((elsewhere, "run/digests"))] == [0, 1]
+    assert [*recorded_files((elsewhere, "run/digests"))] == [(0, 0), (1, 0)]
     for epoch in range(2):
         fingerprint = spec.plan.order_fingerprint
         found = read_epoch((elsewhere, "run/digests"), epoch, fingerprint)

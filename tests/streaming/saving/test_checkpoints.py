@@ -84,6 +84,7 @@ def step_of(run: Path | str) -> int | None:
 def test_a_checkpoint_is_written_and_read_through_outages(
     bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raypipe.storage.retries._FIRST_S", 0.01)
     run_uri = f"{bucket}/mine"
     with FaultyProxy(s3_endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)

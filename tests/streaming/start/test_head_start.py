@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import without_ray
 from pictures import picture
 from ray import cloudpickle
 from tars import put, write_tar
@@ -186,7 +185,7 @@ def test_the_end_is_told_before_the_loop_has_taken_what_was_made(
     head = HeadStart(spec, spec.plan.start(), 0, 1, num_free=2, on_last=told.set)
     head.start()
     head.hear(2, is_final=True)
-    assert told.wait(60)
+    assert told.wait()
     assert len(list(head.batches())) == 2
 
 
@@ -231,7 +230,7 @@ def test_micro_batches_that_nobody_takes_are_bounded(stores: dict[str, Path]) ->
     head.start()
 
     def claimed(num: int) -> bool:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while head.num_claimed < num and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
@@ -275,7 +274,7 @@ never = threading.Event()
 
 
 def hanging(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    never.wait(60)
+    never.wait()
     return image[:9, :9].copy()
 
 
@@ -322,45 +321,6 @@ def left() -> Iterator[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("train", "head_start", "actors", "step"),
-    [
-        ("train", 1, 1, 0),
-        ("parquet", 5, 3, 4),
-        ("train", 10_000, 1, 0),
-        ("parquet", -1, 1, 0),
-    ],
-)
-def test_the_digest_is_the_same_for_any_head_start(
-    stores: dict[str, Path],
-    idle_cluster: None,
-    train: str,
-    head_start: int,
-    actors: int,
-    step: int,
-) -> None:
-    pool = PoolConfig(head_start=head_start, min_actors=actors, max_actors=actors)
-    spec = stream({**stores, "train": stores[train]}, pool=pool)
-    cursor = spec.plan.cursor_at(step)
-    with raypipe.loader(spec, cursor=cursor) as loader:
-        got = []
-        for batch in without_ray.every_batch(loader):
-            got.append(batch)
-            if head_start < 0:
-                time.sleep(0.3)  # the pool takes over
-    assert [batch.position for batch in got] == list(spec.plan.micro_batches(cursor))
-    expected = without_ray.host_batches(spec, step)
-    for batch, host in zip(got, expected, strict=True):
-        assert (
-            batch.image.numpy().tobytes()
-            == np.moveaxis(host["image"], -1, -3).tobytes()
-        )
-        assert np.array_equal(batch.index, host.index)
-    assert list(left()) == []
-
-
-@pytest.mark.cluster
 def test_ten_streams_that_are_peeked_into_leave_nothing(
     stores: dict[str, Path], idle_cluster: None
 ) -> None:
@@ -371,7 +331,7 @@ def test_ten_streams_that_are_peeked_into_leave_nothing(
         loader = raypipe.loader(spec)
         next(next(loader.epochs()).train)
         del loader
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("CPU", 0) < 4 or list(left()):
         assert time.monotonic() < deadline, list(left())
         time.sleep(0.2)

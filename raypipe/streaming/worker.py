@@ -142,7 +142,7 @@ class TransformWorker:
         self._count(batches, bad)
         row = block_row(batches, arrays)
         if self._num_blocks in _MEASURED:
-            # What runs beside this actor in its first blocks says nothing of later ones.
+            # Other processes that run during the first blocks say nothing of later ones.
             queued_s = _queued_s() - queued_before_s
             work_s = sum(batch.work_s for batch in batches) - queued_s
             work_s = max(0.0, work_s) / len(block)

@@ -365,7 +365,7 @@ IMAGES: dict[str, Form] = {
         {"header": npy_header},
         {},
         "image",
-        {"decode_as": "array"},
+        {"decode": "array"},
     ),
     "image, PNG": Form(
         [IMAGE, _RGBA, _PALETTE.getvalue()],

@@ -46,81 +46,48 @@ class Tile:
     targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-class _Canvas:
-    """A white picture with a grid of columns and a pen.
+def draw_tiles(
+    rows: Sequence[Sequence[Tile]],
+    title: str,
+    names: Sequence[str],
+    headers: Mapping[int, str] | None = None,
+) -> Any:
+    """Draw rows of tiles into a PIL.Image, under a title, headers by their columns, and the columns' names."""
+    from PIL import Image, ImageDraw, ImageFont
 
-    Args:
-        num_columns: columns of tiles.
-        above: pixels over the first row.
-        num_rows: rows of tiles.
-    """
+    heading = wrapped(title, _width(len(names)), 8)
+    above = _MARGIN + _LINE * len(heading) + (44 if headers else 26)
+    size = (_width(len(names)) + 2 * _MARGIN, above + len(rows) * _ROW)
+    picture = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(picture)
+    font = ImageFont.load_default_imagefont()
 
-    def __init__(self, num_columns: int, above: int, num_rows: int) -> None:
-        from PIL import Image, ImageDraw, ImageFont
-
-        self._font = ImageFont.load_default_imagefont()
-        size = (_width(num_columns) + 2 * _MARGIN, above + num_rows * _ROW)
-        self.image = Image.new("RGB", size, "white")
-        self._pen = ImageDraw.Draw(self.image)
-
-    def write(self, column: int, y: int, lines: list[str]) -> None:
-        """Write lines at the left of a column."""
+    def write(x: int, y: int, lines: list[str]) -> None:
         for number, line in enumerate(lines):
-            start = (_left(column), y + number * _LINE)
-            self._pen.text(start, line, "black", self._font)
+            pen.text((x, y + number * _LINE), line, "black", font)
 
-    def put(self, column: int, y: int, tile: Tile) -> None:
-        """Draw a tile, in the middle of its square, with its caption below."""
-        x = _left(column)
-        self._pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
-        if tile.image is not None:
-            image = _drawn(tile.image, tile.targets)
-            corner = (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2)
-            self.image.paste(image, corner)
-        self.write(column, y + 8, wrapped(tile.reason, _TILE, 8))
-        caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
-        self.write(column, y + _TILE + 4, caption[:3])
-
-
-def draw_grid(
-    rows: list[list[Tile]], title: str, headers: list[str], names: list[str]
-) -> Any:
-    """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
-    num_columns = 1 + len(names) * len(headers)
-    heading = wrapped(title, _width(num_columns), 8)
-    above = _MARGIN + _LINE * len(heading) + 44
-    canvas = _Canvas(num_columns, above, len(rows))
-    canvas.write(0, _MARGIN, heading)
-    header_width = max(2, len(names)) * _TILE
-    for number, header in enumerate(headers):
-        column = 1 + number * len(names)
-        canvas.write(column, above - 36, wrapped(header, header_width, 1))
-    for column, name in enumerate(["decoded", *names * len(headers)]):
-        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
+    write(_left(0), _MARGIN, heading)
+    for column, header in (headers or {}).items():
+        width = max(2, len(names) // len(headers or {})) * _TILE
+        write(_left(column), above - 36, wrapped(header, width, 1))
+    for column, name in enumerate(names):
+        write(_left(column), above - 18, wrapped(name, _TILE, 1))
     for number, row in enumerate(rows):
+        y = above + number * _ROW
         for column, tile in enumerate(row):
-            canvas.put(column, above + number * _ROW, tile)
-    return canvas.image
-
-
-def draw_sheet(
-    groups: list[list[Tile]], title: str, names: list[str], per_line: int
-) -> Any:
-    """Draw groups of equally many tiles side by side into a PIL.Image, under a title and the tiles' names."""
-    per_line = max(1, min(per_line, len(groups)))
-    num_columns = per_line * len(names)
-    heading = wrapped(title, _width(num_columns), 8)
-    above = _MARGIN + _LINE * len(heading) + 26
-    canvas = _Canvas(num_columns, above, -(-len(groups) // per_line))
-    canvas.write(0, _MARGIN, heading)
-    for column in range(num_columns):
-        name = names[column % len(names)]
-        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
-    for number, group in enumerate(groups):
-        line, place = divmod(number, per_line)
-        for column, tile in enumerate(group):
-            canvas.put(place * len(names) + column, above + line * _ROW, tile)
-    return canvas.image
+            x = _left(column)
+            pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
+            if tile.image is not None:
+                image = _drawn(tile.image, tile.targets)
+                corner = (
+                    x + (_TILE - image.width) // 2,
+                    y + (_TILE - image.height) // 2,
+                )
+                picture.paste(image, corner)
+            write(x, y + 8, wrapped(tile.reason, _TILE, 8))
+            caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
+            write(x, y + _TILE + 4, caption[:3])
+    return picture
 
 
 def _left(column: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe.commands.picture import draw_grid
+from raypipe.commands.picture import draw_tiles
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
@@ -119,9 +119,13 @@ def preview(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
     numbers = np.linspace(0, run_epochs - 1, epochs).round().astype(int).tolist()
-    headers = [_header(spec, augment, shown.plan, epoch) for epoch in numbers]
     rows, names = shown.tiles(indices, numbers)
-    picture = draw_grid(rows, _title(spec, augment), headers, names)
+    headers = {
+        1 + number * len(names): _header(spec, augment, shown.plan, epoch)
+        for number, epoch in enumerate(numbers)
+    }
+    columns = ["decoded", *names * len(numbers)]
+    picture = draw_tiles(rows, _title(spec, augment), columns, headers)
     try:
         picture.save(target, optimize=True)
     except OSError as error:

@@ -302,7 +302,8 @@ def _withdraw_stop(run_uri: str) -> None:
     """Remove the stop request, after any end of a run: it must not stop a resume."""
     try:
         remove_stop(run_uri)
-    except Exception as error:  # must not hide the run's result or error
+    except (RaypipeError, pa.ArrowException, OSError) as error:
+        # it must not hide the run's result or error
         logger.warning(
             "cannot remove the request to stop: %s: %s", type(error).__name__, error
         )

@@ -15,7 +15,7 @@ from raypipe import __version__
 from raypipe.config import AugmentConfig
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
-from raypipe.metrics.records import Folder
+from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
@@ -59,7 +59,7 @@ class LoaderMetrics:
         rank: int,
         world_size: int,
         augment: AugmentConfig | None,
-        folder: Folder | None,
+        folder: RunFolder | None,
     ) -> None:
         labels = {
             "version": __version__,
@@ -139,12 +139,8 @@ class LoaderMetrics:
         is_first = not self.first_batch_s
         name = "the first batch" if is_first else str(position)
         self.tell("asked", position.split, name, cause)
-        try:
+        with self._until("arrived", position.split):
             yield
-        except BaseException:
-            self.tell("failed")
-            raise
-        self.tell("arrived", position.split)
         if is_first:  # the start of the run is reported apart
             self.begin_interval()
 
@@ -158,12 +154,18 @@ class LoaderMetrics:
         """
         self._saved_at = time.perf_counter()
         self.tell("saving", cause)
+        with self._until("saved"):
+            yield
+
+    @contextlib.contextmanager
+    def _until(self, *event: Any) -> Iterator[None]:
+        """Context manager: tell an event at its end, or that the wait has failed."""
+        end: tuple[Any, ...] = ("failed",)
         try:
             yield
-        except BaseException:
-            self.tell("failed")
-            raise
-        self.tell("saved")
+            end = event
+        finally:
+            self.tell(*end)
 
     @property
     def checkpoint_age_s(self) -> float:

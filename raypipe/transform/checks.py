@@ -33,7 +33,7 @@ def check_transforms(
     """Raise ConfigError where `SampleMaker` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        check_transform(transform, config.final_size, config.decode_as == "array")
+        check_transform(transform, config.final_size, config.decode == "array")
         if makes_views(transform):
             _check_views(config, split)
         check_target_columns(store, config.target_columns)
@@ -62,7 +62,7 @@ def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
             parent, _, field = column.rpartition(".")
             if parent in store.schema.names:
                 raise ConfigError(
-                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
+                    f"transform.targets.{name} is {column!r}: name the column that has the labels next to "
                     f"{field!r} too, {parent!r}"
                 )
             raise ConfigError(
@@ -70,12 +70,12 @@ def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
                     store.address,
                     column,
                     store.schema.names,
-                    f"transform.{name}_column",
+                    f"transform.targets.{name}",
                 )
             )
         if column == "image":
             raise ConfigError(
-                f"transform.{name}_column must be another column than the image, got 'image'"
+                f"transform.targets.{name} must be another column than the image, got 'image'"
             )
 
 
@@ -84,9 +84,9 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
     if config.strength == 1:
         return
     where = "transform.strength scales the steps that raypipe makes itself"
-    if config.decode_as == "array":
+    if config.decode == "array":
         raise ConfigError(
-            f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out"
+            f"{where}, of uint8 RGB, and transform.decode is 'array': leave one of them out"
         )
     built = build_transform(transform, config.final_size)
     views = built.items() if isinstance(built, Mapping) else []

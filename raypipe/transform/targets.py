@@ -103,7 +103,7 @@ def decode_boxes(
     if struct is not None and not boxes_format and not struct.keys().isdisjoint(_BOXES):
         raise ConfigError(
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
-            "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
+            "transform.targets.boxes_xywh, [x, y, width, height] as in COCO, or boxes_xyxy"
         )
     rows = _rows(struct) if struct is not None and boxes_format else value
     boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
@@ -313,7 +313,7 @@ TARGETS = {
     "boxes": Target("bboxes", decode_boxes, _rows_of(5), _finish_boxes),
     "keypoints": Target("keypoints", decode_keypoints, _rows_of(3), _finish_keypoints),
 }
-"""By name; `TransformConfig` has a setting NAME_column for each."""
+"""By name; those of `transform.targets`."""
 
 
 def decode_targets(
@@ -397,7 +397,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         package = type(transform).__module__.partition(".")[0]
         kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
-            f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
+            f"{', '.join(f'transform.targets.{name}' for name in sorted(targets))} needs an albumentations."
             "Compose or a pipeline of torchvision.transforms.v2, and the transform is a "
             f"{kind}: write it as one of these, name a preset, or leave it out"
         )

@@ -18,7 +18,7 @@ from PIL import Image
 from process_state import undisturbed
 
 from raypipe.commands.cli import main
-from raypipe.commands.picture import Tile, draw_grid
+from raypipe.commands.picture import Tile, draw_tiles
 from raypipe.commands.preview import preview
 from raypipe.commands.preview_tiles import Preview, find_draws
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
@@ -328,8 +328,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
     settings = TransformConfig(
         train="resize",
         size=24,
-        mask_column="seg",
-        boxes_column="objects",
+        targets={"mask": "seg", "boxes": "objects"},
         max_targets=2,
     )
     shown = made(scenes(bad=5), AugmentConfig(), settings)
@@ -450,9 +449,9 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
     def drawn(rows: list[list[Tile]], title: str, *others: Any) -> Any:
         notes.append(title)
         tiles.append(rows)
-        return draw_grid(rows, title, *others)
+        return draw_tiles(rows, title, *others)
 
-    monkeypatch.setattr("raypipe.commands.preview.draw_grid", drawn)
+    monkeypatch.setattr("raypipe.commands.preview.draw_tiles", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
     run(memory(), tmp_path / "a.png", epochs=1)
     assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith(

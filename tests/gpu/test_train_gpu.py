@@ -285,7 +285,10 @@ def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_fused_optimizer_does_what_the_plain_one_does(optimizer: Any) -> None:
-    config, models = TrainConfig(optimizer=optimizer, lr=0.01, weight_decay=0.1), []
+    config, models = (
+        TrainConfig(optimizer={"name": optimizer, "weight_decay": 0.1}, lr=0.01),
+        [],
+    )
     for fused in (True, False):
         torch.manual_seed(0)
         model = small_model(5).to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -358,9 +361,7 @@ def test_the_gradient_is_clipped_to_its_true_norm(
     amp: Any, deterministic_reduce: Any
 ) -> None:
     settings = {
-        "optimizer": "sgd",
-        "momentum": 0.0,
-        "weight_decay": 0.0,
+        "optimizer": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
         "amp": amp,
         "deterministic_reduce": deterministic_reduce,
     }

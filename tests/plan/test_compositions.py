@@ -539,12 +539,12 @@ def check_places(made: Composition, found: Found) -> None:
             places[at.split, index].append(SamplePlace(at, row))
     for split, size in ("train", len(made.labels)), ("val", len(made.val_keep)):
         samples = range(-1, size + 1)
-        found_in_run = list(plan.places_of_all(samples, split))
+        found_in_run = list(plan.places_of(samples, split))
         for index in samples:
             of_index = [place for number, place in found_in_run if number == index]
             assert of_index == ([] if index in (-1, size) else places[split, index])
         of_epoch = [each for each in found_in_run if each[1].micro_batch.epoch == 1]
-        assert list(plan.places_of_all(samples, split, [1])) == of_epoch
+        assert list(plan.places_of(samples, split, [1])) == of_epoch
 
 
 def check(made: Composition) -> None:
@@ -557,7 +557,7 @@ def check(made: Composition) -> None:
 
 
 @given(compositions())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(
     made: Composition,
 ) -> None:

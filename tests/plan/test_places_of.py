@@ -59,11 +59,11 @@ BUCKETS = ["12x16", "14x14", "16x12"]
 PLANS: dict[str, Any] = {
     "plain": lambda: plan_of([997]),
     "unshuffled": lambda: plan_of([300], shuffle="off"),
-    "windows": lambda: plan_of([997], 10, shuffle="window", window_groups=4),
+    "windows": lambda: plan_of([997], 10, shuffle=4),
     "long passes": lambda: plan_of([997], epoch_samples=300),
     "weights": lambda: plan_of([500], weights="weight"),
     "classes": lambda: plan_of([500], weights=0.5, epoch_samples=700),
-    "weighted windows": lambda: plan_of([500], 10, weights="weight", window_groups=3),
+    "weighted windows": lambda: plan_of([500], 10, weights="weight", shuffle=3),
     "repeats": lambda: plan_of([300], aug_repeats=2),
     "buckets": lambda: plan_of([500], buckets=BUCKETS, val_buckets=True),
     "weighted buckets": lambda: plan_of([500], buckets=BUCKETS, weights="weight"),
@@ -96,7 +96,7 @@ def test_samples_are_found_where_a_pass_over_the_run_has_them(
     split: Split
     for split, size in ("train", plan.kept["train"].num_samples), ("val", 45):
         found = defaultdict(list)
-        for index, place in plan.places_of_all(range(-1, size + 2), split):
+        for index, place in plan.places_of(range(-1, size + 2), split):
             found[split, index].append(place)
         assert found == {
             key: value
@@ -107,9 +107,9 @@ def test_samples_are_found_where_a_pass_over_the_run_has_them(
 
 
 def test_a_sample_that_is_left_out_or_does_not_exist_has_no_places() -> None:
-    assert not list(plan_of([997]).places_of_all([0, 7, -1, PADDING, 997, 1 << 40]))
+    assert not list(plan_of([997]).places_of([0, 7, -1, PADDING, 997, 1 << 40]))
 
 
 def test_some_epochs_are_searched_alone() -> None:
-    found = plan_of([997]).places_of_all([5], epochs=[3, 1])
+    found = plan_of([997]).places_of([5], epochs=[3, 1])
     assert [place.micro_batch.epoch for _, place in found] == [3, 1]

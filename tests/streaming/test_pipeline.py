@@ -162,7 +162,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(
-        SMALL, mask_column="seg", boxes_column="objects", max_targets=3
+        SMALL, targets={"mask": "seg", "boxes": "objects"}, max_targets=3
     )
     plan = dataclasses.replace(PLAN, epochs=1)
     spec = open_stream(path, path, plan=plan, transform=settings, target_column="")

@@ -14,8 +14,8 @@ from raypipe.transform.decode.rgb import decode
 
 
 def decoder_of(config: TransformConfig) -> Callable[[bytes], np.ndarray]:
-    """Return the decoder of whole images: uint8 RGB, or with `transform.decode_as: array` as they are stored."""
-    if config.decode_as == "array":
+    """Return the decoder of whole images: uint8 RGB, or with `transform.decode: array` as they are stored."""
+    if config.decode == "array":
         return decode_array
     return functools.partial(decode, exif=config.apply_exif)
 

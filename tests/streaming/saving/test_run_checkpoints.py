@@ -18,7 +18,7 @@ from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.metrics.records import Folder, read_records
+from raypipe.metrics.records import RunFolder, read_records
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.run_log import RunLog
@@ -321,7 +321,7 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
 ) -> None:
     looking = list[str]()
 
-    def look(folder: Folder) -> bool:
+    def look(folder: RunFolder) -> bool:
         looking.append(threading.current_thread().name)
         return stop_requested(folder)
 

@@ -9,9 +9,8 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
@@ -180,6 +179,11 @@ class RemoteFile:
         """Facts that change when the object is replaced."""
         return self.num_bytes, self.version
 
+    @property
+    def key(self) -> str:
+        """A name that is equal for the same object."""
+        return short_hash(f"{self.address} {self.written} {self.digest}")
+
     def checked(self, now: RemoteFile) -> RemoteFile:
         """Return the object as it is now, with the recorded digest; raise StoreError if its size differs."""
         if self.num_bytes not in (-1, now.num_bytes):
@@ -231,7 +235,12 @@ def version_of(
     return version.strip('"')
 
 
-def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
+def short_hash(text: str) -> str:
+    """Return blake2b of a text, as 32 hex digits."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def hash_of(file: BinaryIO) -> hashlib._Hash:
     """Return a hash of the rest of a file, which can be updated with more bytes."""
     return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
 

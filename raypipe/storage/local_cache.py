@@ -8,7 +8,7 @@
     CACHE/shards/.KEY-BOOT      ranges or an unpacked object, while a process writes it
     CACHE/shards/.lock          exclusive lock of the process that downloads a whole object
     CACHE/shards/.lock-NN       of the processes that fetch ranges or unpack an object whose key has this number
-    CACHE/shards/.room          of the process that makes room; the file's text = bytes of all files
+    CACHE/shards/.room          see `storage.room`
 
 All processes of a node share the cache. One shard is downloaded at a time, by the first process that needs it.
 Files are evicted for new ones, least recently used first: a process that has an evicted file open keeps reading
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -42,6 +41,7 @@ from raypipe.storage.local_file import (
     make_cache_folder,
 )
 from raypipe.storage.retries import report_progress
+from raypipe.storage.room import Room, TooLargeError
 from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,6 @@ _TOUCH_S = 1.0
 _SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
-# A hidden file that has not changed for so long is one of a process that was killed.
-_LONGEST_FETCH_NS = 3600 * 10**9
-# Share of the limit that is freed at once for ranges, since finding the oldest files looks at all of them.
-_FREED_SHARE = 0.05
 # An unpacked object is given room in steps.
 _STEP_BYTES = 64 << 20
 
@@ -143,7 +139,7 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes
+        self._room = Room(folder, limit_bytes, _DISK_SHARE)
         self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -265,7 +261,6 @@ class LocalCache:
                 elif isinstance(file, Unpacked):
                     self._unpack(file, partial, target)
                 else:
-                    target.truncate(file.num_bytes)  # others count it from now on
                     self._make_room(file, partial, file.num_bytes)
                     file.fetch(target.fileno())
                 target.flush()
@@ -281,7 +276,6 @@ class LocalCache:
         """Unpack a file into a new one."""
         stored_bytes = file.file.num_bytes
         logger.info("unpacking %s, %.1f MiB", file.address, stored_bytes / 2**20)
-        target.truncate(0)
         num_bytes = room = 0
         for piece in unpack_pieces(read_pieces(file.file), file.address, stored_bytes):
             num_bytes += len(piece)
@@ -290,60 +284,19 @@ class LocalCache:
                 self._make_room(file, partial, room)
             target.write(piece)
             report_progress()
+        target.truncate()
 
     def _make_room(self, file: CacheEntry, partial: Path, num_bytes: int) -> None:
-        """Evict files, least recently used first, until one that is being written may have so many bytes."""
-        is_part = isinstance(file, ByteRanges)
-        record = self._folder / ".room"
-        with locked(record):
-            counted = record.read_text()
-            # Whole shards count everything again, since a user may have emptied the cache.
-            if is_part and counted.isdecimal():
-                used = int(counted)
-                if used + num_bytes <= self._limit(used):
-                    record.write_text(str(used + num_bytes))
-                    return
-            files = self._files_but(partial)
-            used = sum(size for _, size, _ in files)
-            limit = self._limit(used)
-            if num_bytes > limit:
-                raise StoreError(
-                    f"{file.address} has {num_bytes:,} bytes, but the cache in {self._folder} has a "
-                    f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
-                    "convert the store into smaller shards (--shards)"
-                )
-            kept = limit - num_bytes
-            if is_part and used > kept:
-                kept = max(0, kept - int(_FREED_SHARE * limit))
-            for _, size, path in sorted(files):
-                if used > kept and not _is_in_use(path):
-                    path.unlink(missing_ok=True)
-                    used -= size
-            record.write_text(str(used + num_bytes))
-
-    def _limit(self, used: int) -> int:
-        return self._limit_bytes or int(
-            _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
-        )
-
-    def _files_but(self, partial: Path) -> list[tuple[int, int, Path]]:
-        """Return last use, size and path of all files but one."""
-        files: list[tuple[int, int, Path]] = []
-        for path in self._folder.iterdir():
-            if path != partial and not path.name.startswith((".lock", ".room")):
-                with contextlib.suppress(FileNotFoundError):
-                    # another process is done with it
-                    status = path.stat()
-                    files.append((status.st_atime_ns, status.st_size, path))
-        return files
-
-
-def _is_in_use(path: Path) -> bool:
-    """Return whether a process is writing a file."""
-    with contextlib.suppress(FileNotFoundError):
-        age_ns = time.time_ns() - path.stat().st_mtime_ns
-        return path.name.startswith(".") and age_ns < _LONGEST_FETCH_NS
-    return False
+        """Let a file that is being made grow to so many bytes."""
+        try:
+            self._room.take(partial, num_bytes, is_exact=isinstance(file, RemoteFile))
+        except TooLargeError as error:
+            (limit,) = error.args
+            raise StoreError(
+                f"{file.address} has {num_bytes:,} bytes, but the cache in {self._folder} has a "
+                f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
+                "convert the store into smaller shards (--shards)"
+            ) from None
 
 
 def _is_whole(data: Path, file: CacheEntry) -> bool:

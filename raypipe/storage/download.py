@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import BinaryIO
+from io import BufferedRandom
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, open_object
@@ -32,7 +32,7 @@ def read_pieces(file: RemoteFile) -> Iterator[bytes]:
         yield piece
 
 
-def download(file: RemoteFile, target: BinaryIO) -> None:
+def download(file: RemoteFile, target: BufferedRandom) -> None:
     """Download an object, or continue a partial download, which a file has from its start on.
 
     Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a

@@ -9,8 +9,9 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
@@ -240,7 +241,7 @@ def short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def hash_of(file: BinaryIO) -> hashlib._Hash:
+def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
     """Return a hash of the rest of a file, which can be updated with more bytes."""
     return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
 

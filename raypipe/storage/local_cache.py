@@ -27,8 +27,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
@@ -272,7 +273,7 @@ class LocalCache:
             if not isinstance(file, RemoteFile):
                 partial.unlink(missing_ok=True)
 
-    def _unpack(self, file: Unpacked, partial: Path, target: BinaryIO) -> None:
+    def _unpack(self, file: Unpacked, partial: Path, target: BufferedRandom) -> None:
         """Unpack a file into a new one."""
         stored_bytes = file.file.num_bytes
         logger.info("unpacking %s, %.1f MiB", file.address, stored_bytes / 2**20)

@@ -18,10 +18,13 @@ AT = MicroBatchId("train", 0, 0, 0)
 
 
 class Process:
-    """As much of Ray, the clock and faulthandler as a guard uses; what it asks of the last is in `calls`."""
+    """As much of Ray, the clock and faulthandler as a guard uses; what it asks of the last is in `calls`,
+    and what it tells the Supervisor in `told`."""
 
     def __init__(self) -> None:
-        self.now, self.calls = 100.0, list[Any]()
+        self.now = 100.0
+        self.calls: list[Any] = []
+        self.told: list[Any] = []  # to the Supervisor
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Process:
         context = SimpleNamespace(get_actor_id=lambda: "an actor")
@@ -43,13 +46,16 @@ class Process:
         return self
 
     def guard(self, time_limit_s: float) -> Guard:
-        answers = (SimpleNamespace(remote=lambda *_: False) for _ in range(2))
-        return Guard(
-            SimpleNamespace(
-                **dict(zip(("actor_started", "block_started"), answers, strict=True))
-            ),
-            time_limit_s,
-        )
+        names = ("actor_started", "process_joined", "block_started")
+        methods = {name: self._method(name) for name in names}
+        return Guard(SimpleNamespace(**methods), time_limit_s)
+
+    def _method(self, name: str) -> SimpleNamespace:
+        def remote(*arguments: Any) -> bool:
+            self.told.append((name, *arguments))
+            return False
+
+        return SimpleNamespace(remote=remote)
 
     def block(self, guard: Guard, *seconds: float) -> list[Any]:
         """What a block asks of faulthandler that attempts a micro-batch at each of these times."""
@@ -61,6 +67,14 @@ class Process:
                 retries.report_progress()
         assert not retries.on_progress
         return list(self.calls)
+
+
+def test_a_process_is_watched_before_its_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process().installed(monkeypatch)
+    guard = process.guard(2.0)
+    assert process.told[-1] == ("process_joined", "an actor", guard._process)
 
 
 def test_a_time_limit_ends_with_its_block_also_by_an_error(

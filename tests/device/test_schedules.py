@@ -12,7 +12,6 @@ from schedules import AS_IT_STANDS, PROGRAMS, beside_a_capture, decoding, run
 from simulated_cuda import Cuda
 from tiers import is_soak
 
-
 # Programs: each draws its form from the simulation's seed
 
 

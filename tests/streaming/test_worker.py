@@ -77,23 +77,6 @@ def test_a_process_is_watched_before_its_first_block(
     assert process.told[-1] == ("process_joined", "an actor", guard._process)
 
 
-def test_a_time_limit_starts_four_times_a_second_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = Process().installed(monkeypatch)
-    guard = process.guard(2.0)
-    # It is longer by as much as it may start late.
-    assert process.block(guard, 100.0, 100.1, 100.24, 100.3, 100.54, 100.6) == [
-        (2.25, True)
-    ] * 3 + ["ended"]
-    # each block has its own
-    assert process.block(guard, 100.6, 100.7) == [
-        (2.25, True),
-        "ended",
-    ]
-    assert process.block(process.guard(0), 100.0, 101.0) == ["ended"]
-
-
 def test_a_time_limit_ends_with_its_block_also_by_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,19 +89,6 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
         retries.report_progress()
         raise ValueError("of the transform")
     assert process.calls == [(2.25, True), "ended"] and not retries.on_progress
-
-
-def test_a_thread_that_goes_on_starts_no_time_limit_after_the_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = Process().installed(monkeypatch)
-    guard = process.guard(2.0)
-    with guard.block((AT,)):
-        (of_block,) = retries.on_progress
-    process.calls.clear()
-    of_block()
-    assert not process.calls
-    assert process.block(guard, 200.0) == [(2.25, True), "ended"]
 
 
 def test_an_actor_counts_what_it_has_made_and_what_was_bad() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from traces import checked, processes, slices, ways
 
 from raypipe.metrics.chrome_trace import Chunk, to_json

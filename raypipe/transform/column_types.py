@@ -184,18 +184,13 @@ def types_in(
     Raises:
         ConfigError: the type of a column is not to be told, or is not what its options need.
     """
-    by_schema: dict[str, ColumnType] = {}
-    unknown: dict[str, tuple[str, ...]] = {}
+    found: dict[str, ColumnType] = {}
     for name, path in columns.paths.items():
-        kind = None
         if len(path) == 1 and columns.function is None:
-            options = columns.options.get(name)
-            kind = type_by_schema(store.schema.field(path[0]).type, options)
-        if kind is None:
-            unknown[name] = path
-        else:
-            by_schema[name] = kind
-    found = dict(by_schema)
+            stored = store.schema.field(path[0]).type
+            if kind := type_by_schema(stored, columns.options.get(name)):
+                found[name] = kind
+    unknown = {name: path for name, path in columns.paths.items() if name not in found}
     if unknown:
         found |= _types_by_values(store, replace(columns, paths=unknown), indices)
     if missing_names := [name for name in columns.options if name not in found]:

@@ -198,7 +198,7 @@ def _class_of(name: str, where: str) -> Any:
 
 
 def _check_plain(steps: Steps) -> None:
-    """Raise ConfigError unless steps are lists and dicts of text and numbers, as JSON has them, and not too long."""
+    """Raise ConfigError unless steps are lists and dicts of text and numbers, not too long as JSON."""
     num_characters = 0
     try:
         for text in json.JSONEncoder().iterencode(steps):
@@ -211,8 +211,8 @@ def _check_plain(steps: Steps) -> None:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"transform: {error}. Steps are lists, text and numbers; objects go into an albumentations.Compose, or "
-            "one of torchvision's, and the pipelines of views into a dict, {name: pipeline, …}"
+            f"transform: {error}. Steps are lists, text and numbers; objects go into an albumentations.Compose, "
+            "or one of torchvision's, and the pipelines of views into a dict, {name: pipeline, …}"
         ) from error
 
 

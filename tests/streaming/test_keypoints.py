@@ -102,19 +102,6 @@ def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None
     assert num_seen > 3 and (num_marked or name not in ("light", "heavy"))
 
 
-def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
-    exact, whole = (
-        content("light", crop_decode="exact"),
-        content("light", crop_decode="off"),
-    )
-    for (image, points), key in zip(SCENES, KEYS, strict=True):
-        sample = EncodedSample(image, 0, {"joints": points})
-        one, other = exact.slow(sample, tuple(key)), whole.slow(sample, tuple(key))
-        assert np.array_equal(one["keypoints"], other["keypoints"]) and np.array_equal(
-            one["image"], other["image"]
-        )
-
-
 def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
     return open_stream(
         store(),

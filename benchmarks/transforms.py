@@ -1,4 +1,4 @@
-"""Decode and transform on one core, for each CPU transform: docs/transforms.md has a run.
+"""Decode and transform on one core, for each CPU transform.
 
     OMP_NUM_THREADS=1 python benchmarks/transforms.py STORE [TRANSFORM …] [--samples 500] [--repeats 3]
 
@@ -15,7 +15,6 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import cv2
 import numpy as np
@@ -35,6 +34,7 @@ NAMES = [
     "augmix",
 ]
 
+
 MICRO_BATCH = 50
 
 
@@ -49,7 +49,7 @@ def samples_of(address: str, num: int) -> list[Samples]:
 
 
 def measure(
-    samples: list[Samples], modes: Mapping[Any, SampleMaker], epoch: int
+    samples: list[Samples], modes: Mapping[str, SampleMaker], epoch: int
 ) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
     spent_ns = dict.fromkeys(modes, 0)

@@ -198,7 +198,7 @@ def _class_of(name: str, where: str) -> Any:
 
 
 def _check_plain(steps: Steps) -> None:
-    """Raise ConfigError unless steps are lists and dicts of text and numbers, not too long as JSON."""
+    """Raise ConfigError unless steps are lists and dicts of text and numbers, as in JSON, and not too long."""
     num_characters = 0
     try:
         for text in json.JSONEncoder().iterencode(steps):

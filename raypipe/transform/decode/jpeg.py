@@ -64,7 +64,7 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
             "min_factor": 2.0 if short_side else 1.0,
         }
         return simplejpeg.decode_jpeg(without_profile(data), "RGB", **sides)
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         if "Premature end of JPEG file" in str(error):
             damage = "truncated"
         else:
@@ -118,7 +118,7 @@ def _by_extension(
         first = decode_crop(
             data, left, top, width, height, True, pixels, width + extra_columns
         )
-    except Exception:  # whatever it does not like, simplejpeg has the last word on
+    except ValueError:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]
 

@@ -72,7 +72,6 @@ class SampleMaker:
 
     Attributes:
         fields: fields of a sample, by name; the first sample sets unknown shapes.
-        draws_globally: whether it draws from generators that all threads share.
         has_user_code: whether it runs code of the user's.
 
     Raises:
@@ -100,11 +99,6 @@ class SampleMaker:
         self._transforms = [view.transform for view in self._views]
         self._has_views = self._views[0].field != IMAGE
         self._columns = ColumnMaker(columns) if columns else None
-        self.draws_globally = any(
-            transform.draws_globally for transform in self._transforms
-        )
-        if self._columns is not None and self._columns.draws_globally:
-            self.draws_globally = True
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
@@ -118,6 +112,13 @@ class SampleMaker:
             self.fields[MAP] = self._encoded.field
         elif pixels.is_rgb:
             self._use_kernel(threads)
+
+    @property
+    def draws_globally(self) -> bool:
+        """True if it draws from generators that all threads share, as a first call may show."""
+        if self._columns is not None and self._columns.draws_globally:
+            return True
+        return any(transform.draws_globally for transform in self._transforms)
 
     @property
     def _crops_first(self) -> bool:

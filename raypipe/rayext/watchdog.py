@@ -71,10 +71,6 @@ class StreamWatchdog:
         self._processes[key] = process
         return is_new
 
-    def process_of(self, key: str) -> Process | None:
-        """Return the process of a key; None = it is not watched."""
-        return self._processes.get(key)
-
     def state(self) -> tuple[dict[str, Process], list[str]]:
         """Return the processes, and the executions and ranks, that are watched."""
         return dict(self._processes), list(self._still)

@@ -23,13 +23,13 @@ import ray
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.tracer import traced
+from raypipe.metrics.tracer import begin_recording, traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.rayext.failures import deaths
 from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
-from raypipe.rayext.trace_sender import send_trace
+from raypipe.rayext.trace_sender import TraceSender
 from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
 from raypipe.stores.in_memory import hold
@@ -97,8 +97,8 @@ class TransformWorker:
             stream_name(supervisor),
             ranks_folder,
         )
-        if spec.traces:
-            send_trace(supervisor, this_process("transform actor"))
+        if spec.traces and begin_recording():
+            TraceSender(supervisor, this_process("transform actor"))
         self._num_blocks = 0
         self._told = set[Split]()  # splits that are remembered, as the Supervisor knows
         self._orders = NO_ORDERS

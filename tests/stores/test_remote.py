@@ -13,13 +13,14 @@ import pyarrow.fs
 import pytest
 from foreign_lmdbs import DUMPS, write_values
 from lmdb_extension import needs_extension
-from s3_server import FaultyProxy
+from s3_server import FaultyProxy, first
 from tars import by_suffix, write_members
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage import retries
 from raypipe.storage.files import RemoteFile, read_json
 from raypipe.storage.filesystem import join_address, open_filesystem
+from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
 from raypipe.stores.destination import new_remote, put_shard
@@ -129,6 +130,26 @@ def test_a_remote_store_is_the_local_one(
             )
         remote.close()
         remote = pickle.loads(pickle.dumps(remote))
+
+
+@pytest.mark.parametrize("kind", ["lmdb_shards", "parquet_shards", "several_tars"])
+def test_an_outage_while_a_store_is_read_is_waited_for(
+    kind: str, bucket: str, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    path, address = MAKERS[kind](tmp_path, bucket)
+    store, wanted = open_store(address), np.arange(len(IMAGES))
+    num = len(store)
+    for file in (tmp_path / "cache").glob("shards/[!.]*"):
+        # of tars, which were read when they were opened
+        file.unlink()
+    shared_cache().close_evicted()
+    store = pickle.loads(pickle.dumps(store))
+    proxy.outage = first(9)
+    assert (
+        len(store) == num
+        and store.read(wanted)["image"] == open_store(path).read(wanted)["image"]
+    )
+    assert proxy.faults["SlowDown"] == 9
 
 
 def test_the_samples_of_several_tars_are_those_of_each_after_one_another(

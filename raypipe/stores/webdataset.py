@@ -52,7 +52,7 @@ Read = Callable[[int, int], bytes]
 Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`: JSON values, and arrays.
 
-    texts     name → Arrow array, see `as_texts`; `keys` has the keys or paths of all samples
+    keys      the keys or paths of all samples, see `as_texts`
     places    suffix → position and num_bytes of each sample's member, int64 (n, 2), -1 for none; "" is the image
 """
 
@@ -93,28 +93,21 @@ def _label(sample: _Sample, column: str, read: Read) -> Any:
     suffix = _label_suffix(column)
     content = {} if suffix in members else _json_of(members, read)
     if column in content:
-        return _label_of_json(key, column, content[column])
-    suffix = suffix if suffix in members else column.lower()
-    if suffix not in members:
-        return None
-    position, num_bytes, _ = members[suffix]
-    text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
-    is_integer = _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES
-    label = int(text) if is_integer else None
-    if not _is_number(label):
-        raise ValueError(
-            f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
-        )
-    return label
-
-
-def _label_of_json(key: str, column: str, label: Any) -> Any:
-    """Return a label from a sample's JSON if it is a number or a list of numbers; else raise ValueError."""
+        label = content[column]
+    else:
+        suffix = suffix if suffix in members else column.lower()
+        if suffix not in members:
+            return None
+        position, num_bytes, _ = members[suffix]
+        label = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
+        if _INTEGER.fullmatch(label) and num_bytes <= _MAX_LABEL_BYTES:
+            label = int(label)
     numbers = label if isinstance(label, list) and label else [label]
     if not all(map(_is_number, numbers)):
+        where = f"{column!r} of {key}.json" if column in content else f"{key}.{suffix}"
         raise ValueError(
-            f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
-            f"got {label!r:.300}"
+            f"the label {where} must be an integer of 64 bits, or in JSON a number or a list of numbers of 64 "
+            f"bits, got {label!r:.300}"
         )
     return label
 
@@ -175,7 +168,7 @@ def find_samples(
 
     Returns:
         labels: the label of each sample; None without labels.
-        texts, places: see `Scan`.
+        keys, places: see `Scan`.
         left_out: how many members are neither, by suffix.
         digest: hash over the members' names, sizes and modification times, and the labels.
 
@@ -208,7 +201,7 @@ def find_samples(
     label_column = None if labels is None else target_column
     left_out.update(_unused(samples, images, columns, label_column))
     return {
-        "texts": {"keys": as_texts(sample.key for sample in samples)},
+        "keys": as_texts(sample.key for sample in samples),
         "labels": labels,
         "places": _places(samples, images, columns),
         "left_out": left_out,
@@ -397,7 +390,7 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
 
 def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
-    keys = [scan["texts"]["keys"] for scan in scans]
+    keys = [scan["keys"] for scan in scans]
     nums = list(map(len, keys))
     labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):

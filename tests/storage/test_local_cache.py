@@ -147,19 +147,6 @@ def test_a_killed_download_goes_on_where_it_was(
         assert content == remote_bytes(file) and not partial.exists()
 
 
-def test_a_download_survives_every_kind_of_fault(
-    put: Put, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = put()
-    rates = {"throttle": 0.08, "drop": 0.12, "cut": 0.12, "slow": 0.12}
-    with FaultyProxy(s3_endpoint, seed=286, rates=rates) as faulty:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty.endpoint)
-        content = content_of(LocalCache(tmp_path / "shards"), file)
-        assert set(faulty.faults) == set(rates), faulty.faults
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    assert content == remote_bytes(file)
-
-
 def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
     put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

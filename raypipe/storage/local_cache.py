@@ -136,7 +136,7 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
-        self._room = Room(folder, limit_bytes, _DISK_SHARE)
+        self._room = Room(folder, limit_bytes or None, _DISK_SHARE)
         self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()

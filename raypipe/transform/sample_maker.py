@@ -25,7 +25,7 @@ from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import KernelImages
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.array import decoder_of
 from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
 from raypipe.transform.decode.rgb import (
     image_size,

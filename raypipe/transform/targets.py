@@ -237,7 +237,7 @@ class Target:
     decode: Callable[..., np.ndarray]
 
     def field(self, config: TransformConfig) -> Field:
-        """Its field of a micro-batch."""
+        """The field of a micro-batch that has it."""
         if not self.width:
             return Field("array", "uint8", None, IGNORE)
         fill = (*[0.0] * (self.width - 1), float(NO_BOX))

@@ -122,7 +122,7 @@ def _decodes_alike(sampling: str) -> bool:
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
     try:
         seekable = to_seekable(data)
-    except Exception:
+    except ValueError:
         return False
     whole = simplejpeg.decode_jpeg(data, "RGB")
     top = 23
@@ -134,7 +134,7 @@ def _decodes_alike(sampling: str) -> bool:
     for file in (data, seekable):
         try:
             first = decode_crop(file, *box, True, pixels, width + EXTRA_COLUMNS)
-        except Exception:
+        except ValueError:
             return False
         crop = pixels[:, first : first + width]
         if not np.array_equal(crop, whole[top : top + height, left : left + width]):

@@ -122,8 +122,7 @@ def _index_files(
     if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
         # together their samples are in other folders
         layout = find_classes(list(map(_tree_of, scans)), names[0])
-        doubts = [doubt._replace(splits=[], folders="") for doubt in doubts]
-        doubts.append(layout.doubts)
+        doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
         left_out += layout.left_out
         views = _views(layout)
         abouts = [view["about"] for view in views]

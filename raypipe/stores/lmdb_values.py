@@ -15,8 +15,7 @@ import json
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,8 +178,7 @@ def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
 # Image and label of a value
 
 
-@dataclass(frozen=True)
-class ValueLayout:
+class ValueLayout(NamedTuple):
     """Places of the image and the label in the values of a file.
 
     Attributes:

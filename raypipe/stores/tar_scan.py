@@ -73,23 +73,19 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
 
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
-    """Return offset and length of each part of a sparse member; raise ReadError if they are not in order."""
+    """Return offset and length of each part of a sparse member; raise ReadError if they do not fit it."""
     parts: list[list[int]] = []
     end = 0
     stored: Any = member.sparse  # pairs, unlike what its annotation says
     for offset, length in stored or ():
         if not length:  # tarfile gives unused entries of the header too
             continue
-        if length < 0 or offset < end:
+        if length < 0 or offset < end or offset + length > member.size:
             raise tarfile.ReadError(
                 f"a sparse member of wrong parts at byte {member.offset}"
             )
         end = offset + length
         parts.append([offset, length])
-    if end > member.size:
-        raise tarfile.ReadError(
-            f"a sparse member of more than {member.size} bytes at byte {member.offset}"
-        )
     return parts
 
 

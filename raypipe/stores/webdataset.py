@@ -93,28 +93,21 @@ def _label(sample: _Sample, column: str, read: Read) -> Any:
     suffix = _label_suffix(column)
     content = {} if suffix in members else _json_of(members, read)
     if column in content:
-        return _label_of_json(key, column, content[column])
-    suffix = suffix if suffix in members else column.lower()
-    if suffix not in members:
-        return None
-    position, num_bytes, _ = members[suffix]
-    text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
-    is_integer = _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES
-    label = int(text) if is_integer else None
-    if not _is_number(label):
-        raise ValueError(
-            f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
-        )
-    return label
-
-
-def _label_of_json(key: str, column: str, label: Any) -> Any:
-    """Return a label from a sample's JSON if it is a number or a list of numbers; else raise ValueError."""
+        label = content[column]
+    else:
+        suffix = suffix if suffix in members else column.lower()
+        if suffix not in members:
+            return None
+        position, num_bytes, _ = members[suffix]
+        label = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
+        if _INTEGER.fullmatch(label) and num_bytes <= _MAX_LABEL_BYTES:
+            label = int(label)
     numbers = label if isinstance(label, list) and label else [label]
     if not all(map(_is_number, numbers)):
+        where = f"{column!r} of {key}.json" if column in content else f"{key}.{suffix}"
         raise ValueError(
-            f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
-            f"got {label!r:.300}"
+            f"the label {where} must be an integer of 64 bits, or in JSON a number or a list of numbers of 64 "
+            f"bits, got {label!r:.300}"
         )
     return label
 

@@ -184,18 +184,13 @@ def types_in(
     Raises:
         ConfigError: the type of a column is not to be told, or is not what its options need.
     """
-    by_schema: dict[str, ColumnType] = {}
-    unknown: dict[str, tuple[str, ...]] = {}
+    found: dict[str, ColumnType] = {}
     for name, path in columns.paths.items():
-        kind = None
         if len(path) == 1 and columns.function is None:
-            options = columns.options.get(name)
-            kind = type_by_schema(store.schema.field(path[0]).type, options)
-        if kind is None:
-            unknown[name] = path
-        else:
-            by_schema[name] = kind
-    found = dict(by_schema)
+            stored = store.schema.field(path[0]).type
+            if kind := type_by_schema(stored, columns.options.get(name)):
+                found[name] = kind
+    unknown = {name: path for name, path in columns.paths.items() if name not in found}
     if unknown:
         found |= _types_by_values(store, replace(columns, paths=unknown), indices)
     if missing_names := [name for name in columns.options if name not in found]:
@@ -273,7 +268,7 @@ def _types_by_values(
         if not present:
             raise ConfigError(
                 f"{where} has no value in any of the first {num_searched} samples, which would tell its type: "
-                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema tells the "
+                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema has the "
                 f"type; or write [] for no numbers and declare store.columns={{{name}: {{dtype: float32}}}}"
             )
         options = columns.options.get(name)
@@ -374,7 +369,7 @@ def type_by_values(
     filled = [array for array in arrays if array.size] or arrays
     dtype = np.result_type(*filled)
     if options and options.dtype:
-        # of some, damaged values may be floats
+        # damaged values of some columns may be floats
         dtype = min((array.dtype for array in filled), key=rank)
     shapes = sorted({array.shape for array in filled})
     if len(set(map(len, shapes))) > 1:

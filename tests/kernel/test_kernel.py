@@ -24,7 +24,8 @@ from PIL import Image
 from raypipe import kernel
 from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, reference
 from raypipe.kernel import Op as Code
-from raypipe.kernel.reference import AREA, OPERATIONS
+from raypipe.kernel.ops import AREA
+from raypipe.kernel.reference import OPERATIONS
 from raypipe.transform.at_once import sizes_by_header
 from raypipe.transform.decode.rgb import decode
 

@@ -259,8 +259,8 @@ NAMES = {
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
-    "webdataset": "/data.tar, 000009.png",
-    "webdataset_shards": "/00002.tar, 000009.png",
+    "webdataset": "/data.tar, 000009",
+    "webdataset_shards": "/00002.tar, 000009",
 }
 
 

@@ -125,7 +125,7 @@ def _image_header(data: bytes) -> NpyHeader:
 def _png(data: bytes) -> np.ndarray:
     if data[8:16] != b"\0\0\0\rIHDR":
         raise SampleError("damaged PNG: it does not begin with its header")
-    if any(holds is None for _, holds in png_chunks(data)):
+    if any(holds is None for _, _, holds in png_chunks(data)):
         raise SampleError(f"truncated PNG ({len(data)} bytes)")
     with damage_in("PNG", data):
         # cv2 would give the first frame of an animation, Pillow the picture before it

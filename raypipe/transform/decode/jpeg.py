@@ -1,13 +1,9 @@
 """JPEGs → pixels: whole, or only the part that a random resized crop shows.
 
-    mode      decodes                                                   pixels
-    off       the whole image                                           the reference
-    exact     the crop, where the extension is there; else the whole    equal to those of "off"
-
 The optional extension (`raypipe.kernel`) gives exactly simplejpeg's pixels of any box, in less time. It is used
 only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or damaged images,
-which simplejpeg then decodes or rejects. So both modes have the same pixels and the same bad samples, and nodes
-with and without the extension can make one run together.
+which simplejpeg then decodes or rejects. So nodes with and without the extension have the same pixels and the same
+bad samples, and can make one run together.
 """
 
 from __future__ import annotations
@@ -68,7 +64,7 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
             "min_factor": 2.0 if short_side else 1.0,
         }
         return simplejpeg.decode_jpeg(without_profile(data), "RGB", **sides)
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         if "Premature end of JPEG file" in str(error):
             damage = "truncated"
         else:
@@ -122,7 +118,7 @@ def _by_extension(
         first = decode_crop(
             data, left, top, width, height, True, pixels, width + extra_columns
         )
-    except Exception:  # whatever it does not like, simplejpeg has the last word on
+    except ValueError:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]
 

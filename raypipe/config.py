@@ -22,8 +22,6 @@ from raypipe.section import (
     shown,
 )
 
-CropDecode = Literal["off", "exact"]
-
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
@@ -346,7 +344,6 @@ class TransformConfig(Ramped, prefix="transform."):
         decode: "cpu": actors decode to uint8 RGB, and send pixels; "array": the same, but PNG, TIFF and .npy keep
             their dtype and channels (docs/targets.md); "device": actors send encoded images, which the training
             device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
-        crop_decode: "exact": decode only the crop of a JPEG; "off": decode the whole image; with the same pixels.
         strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
             augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
             crop is a central one.
@@ -370,7 +367,6 @@ class TransformConfig(Ramped, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
     decode: Literal["cpu", "array", "device"] = "cpu"
-    crop_decode: CropDecode = "exact"
     strength: Share | tuple[Share, ...] = 1.0
     apply_exif: bool = False
     targets: dict[str, str] = field(default_factory=dict)

@@ -67,20 +67,6 @@ def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
 # One by one
 
 
-def test_epochs_leave_over_other_samples_and_draw_in_another_order() -> None:
-    plan = plan_of(varied(50), epochs=8)
-    found, left, orders = micro_batches(plan), [], set()
-    for epoch in range(8):
-        of_epoch = [each for each in found if each[0].epoch == epoch]
-        left.append(
-            set(range(50)) - {index for _, drawn in of_epoch for index, _ in drawn}
-        )
-        orders.add(tuple(plan.bucket_of(at) for at, _ in of_epoch))
-    assert len(set(map(frozenset, left))) > 4 < len(orders) and not set.intersection(
-        *left
-    )
-
-
 def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
     # 5 samples, in micro-batches of 4, 4 in a step
     plan = plan_of(varied(50), val_buckets=True, global_batch_size=16)

@@ -58,6 +58,15 @@ def stream(plan: Plan) -> list[tuple[MicroBatchId, list[tuple[int, int]]]]:
     return found
 
 
+def epochs(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The draws of each training epoch."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(plan.config.epochs)]
+    for at, drawn in stream(plan):
+        if at.split == "train":
+            found[at.epoch] += drawn
+    return found
+
+
 def mixed(**config: Any) -> Plan:
     return plan_of(
         JoinedStore(
@@ -65,6 +74,23 @@ def mixed(**config: Any) -> Plan:
         ),
         **config,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({}, 35),  # by their sizes, all of the 280
+        ({"mixture": {"a": 2, "b": 1, "c": 1}}, 8),  # b ends after 16
+        ({"mixture": {"a": 2, "b": 0, "c": 1}}, 12),  # a after 64
+        ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": "longest"}, 100),
+        ({"mixture": {"a": 2, "b": 1, "c": 1}, "aug_repeats": 2}, 16),
+        ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": 100}, 12),
+    ],
+)
+def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(
+    config: dict[str, Any], steps: int
+) -> None:
+    assert mixed(**config).steps_per_epoch == steps
 
 
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import tracemalloc
 from collections import Counter
 from typing import Any
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 
 from raypipe.plan.order import Shuffle
-from raypipe.plan.places import PADDING
 from raypipe.plan.samplers import (
     Permuted,
     Repeated,
     RunSampler,
-    Sequential,
     Weighted,
     as_integers,
 )
@@ -61,19 +58,6 @@ def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
 # Each sample once
 
 
-def test_passes_follow_one_another_and_are_numbered() -> None:
-    assert drawn(permuted("off", 3, offset=10), 1, 6) == [
-        *((11, 0, 0), (12, 0, 0), (10, 1, 0)),
-        *((11, 1, 0), (12, 1, 0), (10, 2, 0)),
-    ]
-
-
-def test_what_is_left_over_of_a_pass_is_not_drawn() -> None:
-    whole, cut = permuted("global", 7), permuted("global", 7, per_pass=4)
-    for pass_number in range(3):
-        assert drawn(cut, 4 * pass_number, 4) == drawn(whole, 7 * pass_number, 4)
-
-
 def test_the_rest_of_a_billion_samples_costs_no_memory() -> None:
     billion = 10**9
     sampler = Permuted(
@@ -110,26 +94,6 @@ def test_what_is_repeated_is_the_same_one_at_a_time(stride: int) -> None:
     assert len(set(together)) == 18
 
 
-# Validations
-
-
-def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> None:
-    buckets = [
-        Selection([1, 5], 9, includes=True),
-        Selection([], 0),
-        Selection([0, 2, 3], 9, includes=True),
-    ]
-    sampler = Sequential(buckets, 2)
-    draws = sampler.draw(np.arange(8))  # two more than it has
-    assert draws.indices.tolist() == [1, 5, 0, 2, 3, *[PADDING] * 3]
-    assert (
-        draws.buckets.tolist() == [0, 0, *[2] * 6]
-        and not draws.passes.any()
-        and not draws.repeats.any()
-    )
-    assert (sampler.size, sampler.counts) == (6, [1, 0, 2])
-
-
 # By weights
 
 
@@ -150,12 +114,6 @@ def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
         ]
 
 
-def test_golden_weighted_draws() -> None:
-    sampler = weighted([2, 4, 1, 1], 6)
-    assert draws_of(sampler, 0) == [(1, 1), (0, 1), (1, 2), (0, 0), (3, 0), (1, 0)]
-    assert draws_of(sampler, 1) == [(0, 0), (2, 0), (1, 0), (1, 1), (1, 2), (0, 1)]
-
-
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
     sampler = weighted([0.5, 1.5, 1, 0], 3, seed=1)
     counts = Counter(
@@ -168,38 +126,6 @@ def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> N
         and abs(counts[1] - 600) < 40
         and counts[2] == 400
         and counts[3] == 0
-    )
-
-
-def test_samples_of_a_group_stay_in_its_window() -> None:
-    sampler = weighted(np.tile([1, 2, 3], 20), 120, "window", 5, np.arange(0, 61, 6), 2)
-    for pass_number in range(3):
-        indices = sampler.draw(
-            np.arange(120 * pass_number, 120 * pass_number + 120)
-        ).indices
-        groups = [
-            set((indices[start : start + 24] // 6).tolist())
-            for start in range(0, 120, 24)
-        ]
-        assert [len(each) for each in groups] == [2] * 5 and len(
-            set().union(*groups)
-        ) == 10
-
-
-def test_what_is_left_out_is_never_drawn_and_indices_are_the_stores() -> None:
-    sampler = Weighted(
-        np.array([1, 1, 2]), Shuffle("off", 3, 5), Selection([0, 2], 5), 8
-    )
-    assert Counter(index for index, _ in draws_of(sampler, 0)) == {1: 2, 3: 2, 4: 4}
-
-
-def test_a_pickled_sampler_draws_the_same_and_has_no_layout() -> None:
-    sampler = weighted(np.arange(1, 50), 49, "window", 5, np.arange(0, 50, 7), 2)
-    cold = len(pickle.dumps(sampler))
-    before = draws_of(sampler, 3)
-    assert (
-        len(pickle.dumps(sampler)) == cold
-        and draws_of(pickle.loads(pickle.dumps(sampler)), 3) == before
     )
 
 

@@ -132,7 +132,9 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
 
 def test_files_that_may_be_the_labels_are_an_error(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a", "cat/a.xml": b"x"})
-    with pytest.raises(StoreError, match=r"cat/a\.xml belong to images by their names"):
+    with pytest.raises(
+        StoreError, match=r"cat/a\.xml, which belong to images by their names"
+    ):
         open_source(file)
     assert len(opened(file, "folder")[1]) == 1
 
@@ -213,15 +215,6 @@ def test_a_damaged_member_is_a_bad_sample(
     file.write_bytes(content)
     assert [row["image"] for row in opened(file)[1]] == [None, b"b"]
     assert "'cat/a.jpg': Bad CRC-32" in caplog.text
-
-
-def test_a_cut_off_zip(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", CLASSES)
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(
-        StoreError, match=r"a\.zip cannot be read: BadZipFile: .*copy it again"
-    ):
-        open_source(file)
 
 
 def test_names_of_windows_are_parted_by_backslashes(tmp_path: Path) -> None:

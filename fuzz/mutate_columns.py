@@ -274,7 +274,7 @@ def _target(
     damage: dict[str, Mutation],
     text: bool = False,
 ) -> Form:
-    return Form(seeds, mean, damage, {}, name, {f"{name}_column": "value"}, text)
+    return Form(seeds, mean, damage, {}, name, {"targets": {name: "value"}}, text)
 
 
 _FLOAT = {"value": {"dtype": "float32"}}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypipe import __version__
@@ -17,7 +18,7 @@ from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
-from raypipe.metrics.utilization import Utilization, UtilizationSum
+from raypipe.metrics.utilization import Utilization, mean_share
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
@@ -81,7 +82,7 @@ class LoaderMetrics:
         self._device = device
         self._world_size = world_size
         self._augment = augment
-        self._used_in_training = UtilizationSum()
+        self._used_in_training = np.zeros(2)
         # What the loop's last batch belonged to, and whether it ended an epoch's training, if it ended a step.
         self._pass: tuple[int, Split] | None = None
         self._ended_split: bool | None = None
@@ -245,12 +246,11 @@ class LoaderMetrics:
         times = self.times("train") - self._before
         seconds = time.perf_counter() - self._since
         samples = self._utilization.samples - self._samples_before
-        self._used_in_training += samples
+        self._used_in_training = self._used_in_training + samples
         self.begin_interval()
-        if samples.mean is None:
+        used = mean_share(samples)
+        if used is None:
             used = self._utilization.latest
-        else:
-            used = samples.mean
         images = times.images * self._world_size
         values = {
             "epoch": cursor.epoch,
@@ -286,7 +286,7 @@ class LoaderMetrics:
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
         times = self.times("train")
-        used = self._used_in_training.mean
+        used = mean_share(self._used_in_training)
         ready = self.run_log.ready()
         situation = Situation(
             world_size=self._world_size,

@@ -170,7 +170,7 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
                 groups += tiles
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
-    from raypipe.commands.picture import draw_tiles
+    from raypipe.commands.picture import draw_tiles, save_picture
 
     titles = [
         f"step {replay.run.step_of(place)}, {place}"
@@ -183,10 +183,7 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
         for first in range(0, len(groups), per_line)
     ]
     picture = draw_tiles(rows, title, names * per_line)
-    try:
-        picture.save(output, optimize=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from error
+    save_picture(picture, output)
     return {"output": output, "pictured": len(groups)}
 
 

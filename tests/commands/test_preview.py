@@ -358,7 +358,7 @@ def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
     [
         *("--indices=[3,100]", "--augment.std=[1]", "-o=a/b/c.png"),
         *("--transform.train=lihgt", "--transform.train=[{Blurr: {}}]"),
-        *("--transform.mask-column=image", "--store.columns=[image]"),
+        *("--transform.targets={mask: image}", "--store.columns=[image]"),
     ],
 )
 def test_an_error_of_the_command_is_one_line(

@@ -12,6 +12,7 @@ from raypipe.commands.picture import draw_tiles, save_picture
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
+from raypipe.stores.base import Store
 from raypipe.transform.transform_steps import brief
 
 if TYPE_CHECKING:
@@ -103,11 +104,7 @@ def preview(
             f"--output must be a .png file in an existing folder, got {output}"
         )
     store = spec.stores["train"]
-    outside = [index for index in indices or () if not 0 <= index < len(store)]
-    if outside:
-        raise ConfigError(
-            f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
-        )
+    _check_indices(indices or [], store)
     augment = augment or AugmentConfig()
     shown = Preview(spec, augment)
     indices = indices or _first_of(spec.plan, min(samples, len(store)))
@@ -127,6 +124,15 @@ def preview(
     picture = draw_tiles(rows, _title(spec, augment), columns, headers)
     save_picture(picture, output)
     return {"output": output, "samples": len(indices), "epochs": epochs}
+
+
+def _check_indices(indices: list[int], store: Store) -> None:
+    """Raise ConfigError if a store lacks one of the samples."""
+    outside = [index for index in indices if not 0 <= index < len(store)]
+    if outside:
+        raise ConfigError(
+            f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
+        )
 
 
 def _title(spec: StreamSpec, augment: AugmentConfig) -> str:

@@ -31,7 +31,6 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raypipe.environment import byte_limit
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
 from raypipe.storage.download import download, read_pieces
@@ -41,6 +40,7 @@ from raypipe.storage.local_file import (
     locked,
     make_cache_folder,
 )
+from raypipe.storage.read_limit import byte_limit
 from raypipe.storage.retries import report_progress
 from raypipe.storage.room import Room, TooLargeError
 from raypipe.storage.unpack import unpack_pieces

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from raypipe.environment import byte_limit
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.storage.local_file import (
     cache_folder,
@@ -30,6 +29,7 @@ from raypipe.storage.local_file import (
     private_folder,
     try_lock,
 )
+from raypipe.storage.read_limit import byte_limit
 from raypipe.storage.retries import report_progress
 
 _WHOLE_NS = 0

@@ -182,7 +182,7 @@ def _pairs(
     scans = list[Scan]()
     for zipped in zips:
         # the position of a member is its number
-        entries: list[tuple[str, Place | None]] = [
+        entries: list[tuple[str, Place | str]] = [
             (member.filename, (number, member.file_size, 0.0))
             for number, member in enumerate(zipped.archive.infolist())
             if not (member.is_dir() or stat.S_ISLNK(member.external_attr >> 16))

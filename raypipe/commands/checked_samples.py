@@ -116,7 +116,7 @@ def _columns_of(
     columns = {"image": "image"}
     if "label" in store.schema.names:
         columns["label"] = "label"
-    return columns | targets | {f"column {name}": name for name in of_run.stored}
+    return columns | dict(targets) | {f"column {name}": name for name in of_run.stored}
 
 
 def _decoded_size(

@@ -36,6 +36,7 @@ from raypipe.stores.base import RENAMED
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     Asked,
+    explained,
     opened,
     others,
     size_of,
@@ -170,12 +171,8 @@ def samples_in(
         sample = {}
         for column, (position, decode) in values.items():
             data = content[begins[position] : begins[position + 1]]
-            try:
+            with explained(f"{name}, sample {number}: the value for {column!r}"):
                 sample[column] = decode(data)
-            except Exception as error:  # half a dozen types
-                raise StoreError(
-                    f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
-                ) from None
         yield sample
 
 

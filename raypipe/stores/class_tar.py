@@ -113,19 +113,8 @@ def _index_files(
     Raises:
         StoreError: see `find_classes` and `check_classes`.
     """
-    views = scans
-    abouts = [scan["about"] for scan in scans]
-    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
-    left_out = LeftOut()
-    for counted in (*scans, *abouts):
-        left_out.update(counted["left_out"])
-    if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
-        # together their samples are in other folders
-        layout = find_classes(list(map(_tree_of, scans)), names[0])
-        doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
-        left_out += layout.left_out
-        views = _views(layout)
-        abouts = [view["about"] for view in views]
+    views, doubts, left_out = _views_of(names[0], scans)
+    abouts = [view["about"] for view in views]
     num_by_class = Counter[str]()
     for about in abouts:
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
@@ -144,6 +133,23 @@ def _index_files(
     )
     facts = "" if is_known else hash_of_facts((classes, are_plain))
     return indexed._replace(classes=classes, left_out=left_out, facts=facts, told=told)
+
+
+def _views_of(
+    name: str, scans: Sequence[Scan]
+) -> tuple[Sequence[Scan], list[Doubts], LeftOut]:
+    """Return the samples of each tar of a store, the doubts about all, and what is left out."""
+    abouts = [scan["about"] for scan in scans]
+    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
+    left_out = LeftOut()
+    for counted in (*scans, *abouts):
+        left_out.update(counted["left_out"])
+    if len({(about["root"], about["has_images"]) for about in abouts}) == 1:
+        return scans, doubts, left_out
+    # together their samples are in other folders
+    layout = find_classes(list(map(_tree_of, scans)), name)
+    doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
+    return _views(layout), doubts, left_out + layout.left_out
 
 
 def _labels_of(about: dict[str, Any], classes: tuple[str, ...]) -> np.ndarray:

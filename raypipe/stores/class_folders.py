@@ -96,15 +96,17 @@ class Doubts(NamedTuple):
     Attributes:
         splits: folders that are splits.
         reasons: what shows that the folders are not classes, in words.
+        beside: that other files may be the labels, in words; may be empty.
         others: files and folders that are not read, and that may have labels.
     """
 
     splits: list[str]
     reasons: list[str]
+    beside: str
     others: list[str]
 
 
-NO_DOUBTS = Doubts([], [], [])
+NO_DOUBTS = Doubts([], [], "", [])
 
 
 class Layout(NamedTuple):
@@ -377,10 +379,10 @@ def _doubts_of(root: str, by_class: Mapping[str, _Files], others: list[str]) -> 
     elif all(map(_numbers_images, holding, holding.values())):
         listed = ", ".join(holding)
         reasons.append(f"the folders {listed:.300}, which number their images")
-    reasons.append(_labels_beside(every))
     return Doubts(
         next(filter(None, splits), []),
         list(filter(None, reasons)),
+        _labels_beside(every),
         [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])],
     )
 
@@ -473,7 +475,9 @@ def check_classes(
         refuse_splits(where, splits)
     if not target_column:
         return told
-    for reason in (reason for doubt in doubts for reason in doubt.reasons):
+    reasons = [reason for doubt in doubts for reason in doubt.reasons]
+    reasons += filter(None, (doubt.beside for doubt in doubts))
+    for reason in reasons:
         raise StoreError(
             f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
         )

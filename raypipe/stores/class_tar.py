@@ -6,6 +6,7 @@ The rules are those of a folder, see `raypipe.stores.class_folders`.
 from __future__ import annotations
 
 import hashlib
+import posixpath
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,13 +52,19 @@ def find_files(
 
     Returns:
         `keys` and `places` of the samples; `digest`, a hash over the samples' names, sizes and modification times;
-        and `about`, see `_views`.
+        and `about`, see `_views`, with the `links` to folders.
     """
     layout = find_classes([tree], name)
     if not any(map(any, layout.samples)):
         return None
     (scan,) = _views(layout)
-    return {**scan, "digest": _hash_of(dict(members))}
+    last = dict(members)
+    scan["about"]["links"] = {
+        path: node.target
+        for path, node in last.items()
+        if isinstance(node, Link) and any(tree.entries(path))
+    }
+    return {**scan, "digest": _hash_of(last)}
 
 
 def _hash_of(members: Mapping[str, Member]) -> str:
@@ -148,7 +155,8 @@ def _views_of(
         return scans, doubts, left_out
     # together their samples are in other folders
     layout = find_classes(list(map(_tree_of, scans)), name)
-    doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
+    of_tars = (doubt._replace(splits=[], reasons=[]) for doubt in doubts)
+    doubts = [layout.doubts, *of_tars]
     return _views(layout), doubts, left_out + layout.left_out
 
 
@@ -190,7 +198,7 @@ def _views(layout: Layout) -> list[Scan]:
 
 
 def _tree_of(scan: Scan) -> MemoryTree:
-    """Return a tree of the samples of a tar, and of its classes without samples."""
+    """Return a tree of the samples of a tar, of its classes without samples, and of its links to folders."""
     tree = MemoryTree(missing=(-1, -1))
     about = scan["about"]
     for name in about["classes"]:
@@ -198,4 +206,8 @@ def _tree_of(scan: Scan) -> MemoryTree:
     places = scan["places"][""].tolist()
     for path, place in zip(as_names(scan["keys"]), places, strict=True):
         tree.add(path, TreeFile(place))
+    for path, target in about["links"].items():
+        parent = path.rpartition("/")[0]
+        if any(tree.entries(posixpath.normpath(join(parent, target)))):
+            tree.add(path, Link(target))  # its samples are those of the other folder
     return tree

@@ -155,7 +155,7 @@ def _read(address: str, tar: Archive) -> Scan:
 
 _Count = Annotated[int, Limits(0, 1 << 62)]
 _Counts = dict[str, _Count]
-# Facts of a scan, which are JSON: `labels` are of samples, `about` is of class folders.
+# Facts of a scan, which are JSON. Samples have `labels`, class folders have `about`.
 _FACTS = {
     "digest": str,
     "left_out": _Counts,

@@ -22,7 +22,7 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Columns, Store, missing, name_of
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.stores.scan import SIZE_COLUMNS, mean_image_bytes
 from raypipe.transform.decode.array import header_size
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ MADE_COLUMNS = ("index", "name", "class_name", *SIZE_COLUMNS)
 """Columns that need not be stored: the sample's index in the store, its file and key, the name of its class, and
 the image's size in pixels by its header, -1 if the header cannot be read."""
 
-_NUM_SAMPLED = 64  # images that show the mean size
 _BLOCK_BYTES = 32 << 20
 _MAX_ROWS = 1 << 16  # a block without images has up to so many
 _READER_CPUS = 1
@@ -134,42 +133,30 @@ class LMDBDatasource(Datasource):
         ]
 
     def _table(self, indices: np.ndarray) -> pa.Table:
-        stored = dict.fromkeys(
-            name for name in self._columns if name in self._store.stored.names
+        needed = [name for name in self._columns if name in self._store.stored.names]
+        if not set(SIZE_COLUMNS).isdisjoint(self._columns):
+            needed.append("image")
+        if "class_name" in self._columns:
+            needed.append("label")
+        read = self._store.read(indices, tuple(dict.fromkeys(needed)))
+        return pa.table(
+            {name: self._column(name, read, indices) for name in self._columns}
         )
-        derived = [name for name in self._columns if name not in stored]
-        needed = dict(stored)
-        if not set(derived).isdisjoint(SIZE_COLUMNS):
-            needed["image"] = None
-        if "class_name" in derived:
-            needed["label"] = None
-        read = self._store.read(indices, tuple(needed))
-        columns: dict[str, Any] = {
-            name: _arrow(read, name) for name in stored if name in needed
-        }
-        if "index" in derived:
-            columns["index"] = indices
-        if "name" in derived:
-            columns["name"] = pa.array(
-                [name_of(self._store, index) for index in indices.tolist()], pa.string()
-            )
-        if "class_name" in derived:
-            columns["class_name"] = pa.array(
-                _names_of(read["label"], self._store.classes or ()), pa.string()
-            )
-        for number, name in enumerate(SIZE_COLUMNS):
-            if name in derived:
-                sizes = [_size_of(image)[number] for image in read["image"]]
-                columns[name] = np.array(sizes, np.int64)
-        return pa.table({name: columns[name] for name in self._columns})
 
-
-def _names_of(labels: Sequence[int | None], classes: Sequence[str]) -> list[str | None]:
-    """Return the class of each label; None if it has none."""
-    return [
-        classes[label] if label is not None and 0 <= label < len(classes) else None
-        for label in labels
-    ]
+    def _column(self, name: str, read: Columns, indices: np.ndarray) -> Any:
+        """Return a column of a block, which is stored or made."""
+        if name in self._store.stored.names:
+            return _arrow(read, name)
+        if name == "index":
+            return indices
+        if name == "name":
+            names = [name_of(self._store, index) for index in indices.tolist()]
+            return pa.array(names, pa.string())
+        if name == "class_name":
+            classes = dict(enumerate(self._store.classes or ()))
+            return pa.array(map(classes.get, read["label"]), pa.string())
+        number = SIZE_COLUMNS.index(name)
+        return np.array([_size_of(image)[number] for image in read["image"]], np.int64)
 
 
 def _blocks(
@@ -208,11 +195,9 @@ def _arrow(columns: Columns, name: str) -> pa.Array | pa.ChunkedArray:
 def _mean_bytes(store: Store, columns: Sequence[str]) -> int:
     """Return the mean size of a row, by some images that are spread over the store."""
     overhead = 16 * max(1, len(columns))
-    if "image" not in columns or not len(store):
+    if "image" not in columns:
         return overhead
-    indices = np.unique(np.linspace(0, len(store) - 1, _NUM_SAMPLED).astype(np.int64))
     try:
-        images = store.read(indices, ("image",))["image"]
+        return overhead + mean_image_bytes(store)
     except StoreError:
         return overhead
-    return overhead + sum(len(image or b"") for image in images) // len(indices)

@@ -41,12 +41,12 @@ import ray
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.tracer import clock, happened
+from raypipe.metrics.tracer import add_slice, clock_us, happened
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
-from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
+from raypipe.rayext.trace_sender import HeldTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
 from raypipe.streaming.moves import Answer, Move, Moves
@@ -81,7 +81,6 @@ _REMEMBERED = (
     "_least_cpus",
     "_takeover",
     "_shared",
-    "_is_traced",
 )
 _EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -151,7 +150,7 @@ class Supervisor:
         self._doing: dict[
             str, tuple[str, ...]
         ] = {}  # actor → the micro-batches of its block
-        self._began_ns: dict[str, int] = {}  # actor → the begin of that block
+        self._began_us: dict[str, float] = {}  # actor → the begin of that block
         self._samples: dict[
             str, tuple[str, int]
         ] = {}  # actor → micro-batch and index, while it is careful
@@ -193,8 +192,7 @@ class Supervisor:
             int, float
         ] = {}  # rank → since when it has waited for a batch
         self._watch = StreamWatchdog(self.note, self._work_of)
-        self._trace = StreamTrace()
-        self._is_traced = False
+        self._trace = HeldTrace()
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
         if self._memory and self._memory.lived_before:
@@ -207,8 +205,6 @@ class Supervisor:
             vars(self).update({name: state[name] for name in _REMEMBERED})
             self._first_event, self._events = state["events"]
             self._watch.restore(state["watched"])
-            if self._is_traced:
-                self._trace.begin()
         self.note(
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
@@ -235,6 +231,7 @@ class Supervisor:
 
     def rank_waits(self, rank: int, waited_s: float) -> Process | None:
         """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
+        self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
@@ -327,8 +324,8 @@ class Supervisor:
             history = self._histories.setdefault(block, _History())
             history.deaths += 1
             history.all_deaths += 1
-            if died := self._watch.process_of(actor):
-                self._trace.add_lost(died, self._began_ns.get(actor, 0), block)
+            begun_us = self._began_us.get(actor, clock_us())
+            add_slice("died", begun_us, clock_us(), block, f"lost work, {old_home}")
             if sample is not None:
                 position, index = sample
                 work = f"in {position}, at its sample {index}"
@@ -349,7 +346,7 @@ class Supervisor:
         """An actor begins a block of these micro-batches, in this process."""
         self._watches(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
-        self._began_ns[actor] = clock()
+        self._began_us[actor] = clock_us()
         self._samples.pop(actor, None)
         history = self._histories.get(block)
         bad = tuple(sorted(self._bad[_split(block[0])]))
@@ -545,12 +542,7 @@ class Supervisor:
 
     def traced(self, chunk: Chunk) -> TraceAnswer:
         """Take a process's events for the trace."""
-        self._trace.add(chunk)
-        if not self._is_traced:
-            self._is_traced = True
-            self._remember()
-        node = self._process.node if self._process else ""
-        return TraceAnswer(clock(), node, self._trace.goes_on)
+        return self._trace.add(chunk, self._process)
 
     def take_trace(self) -> list[Chunk]:
         """Remove the trace's events so far, for rank 0, which writes them."""

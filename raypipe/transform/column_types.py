@@ -268,7 +268,7 @@ def _types_by_values(
         if not present:
             raise ConfigError(
                 f"{where} has no value in any of the first {num_searched} samples, which would tell its type: "
-                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema tells the "
+                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema has the "
                 f"type; or write [] for no numbers and declare store.columns={{{name}: {{dtype: float32}}}}"
             )
         options = columns.options.get(name)
@@ -352,7 +352,7 @@ def type_by_values(
     filled = [array for array in arrays if array.size] or arrays
     dtype = np.result_type(*filled)
     if options and options.dtype:
-        # of some, damaged values may be floats
+        # damaged values of some columns may be floats
         dtype = min((array.dtype for array in filled), key=rank)
     shapes = sorted({array.shape for array in filled})
     if len(set(map(len, shapes))) > 1:

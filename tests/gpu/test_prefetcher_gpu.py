@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -198,20 +197,6 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
     assert len(list(batches)) == 10
 
 
-def test_pinned_memory_is_what_the_page_says() -> None:
-    """Three slots of 12 MiB, each of which torch rounds up to 16 MiB. They come one by one, as items do."""
-    images = (np.zeros(12 << 20, np.uint8) for _ in range(6))
-
-    def pinned() -> int:
-        return torch.cuda.host_memory_stats()["active_bytes.current"]
-
-    gc.collect()
-    torch.cuda.synchronize()
-    before = pinned()
-    taken = [pinned() - before for _ in Ring(images, lambda image: (image,), CUDA)]
-    assert taken[-1] == max(taken) == 48 << 20, taken
-
-
 def test_epochs_use_the_same_memory_again() -> None:
     reserved = []
     for _ in range(6):  # each with a ring of its own
@@ -347,12 +332,3 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
 
 
 # Several devices
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one_gets_its_batches() -> None:
-    second = torch.device("cuda", 1)
-    for step, batch in enumerate(on_device(host_batches(20), second, lambda at: 0)):
-        assert batch.image.device == batch.target.device == second
-        assert (batch.image == step).all() and (batch.target == step).all()
-    assert torch.cuda.current_device() == 0

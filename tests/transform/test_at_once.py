@@ -21,7 +21,6 @@ import albumentations as A  # noqa: N812
 from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.kernel import extension
-from raypipe.transform.albumentations import find_program
 from raypipe.transform.decode import jpeg
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
@@ -151,23 +150,12 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
         assert made(transform, alone=True) == expected
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"crop_decode": "off"},
-        {"apply_exif": True},
-    ],
-    ids=str,
-)
-def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> None:
-    expected = made("light", **settings)
-    assert (
-        made("light", threads=3, **settings)
-        == expected
-        == made("light", alone=True, **settings)
-    )
+def test_so_it_is_of_images_that_are_turned_upright() -> None:
+    expected = made("light", apply_exif=True)
+    assert made("light", threads=3, apply_exif=True) == expected
+    assert made("light", alone=True, apply_exif=True) == expected
     with without_kernel():
-        assert made("light", **settings) == expected
+        assert made("light", apply_exif=True) == expected
 
 
 def test_so_it_is_of_views_of_memory() -> None:
@@ -176,7 +164,7 @@ def test_so_it_is_of_views_of_memory() -> None:
     ]
     for settings in (
         {"apply_exif": True},
-        {"crop_decode": "off"},
+        {},
     ):
         expected = made("light", **settings)
         assert (
@@ -186,10 +174,6 @@ def test_so_it_is_of_views_of_memory() -> None:
         )
         with without_kernel():
             assert made("light", views, **settings) == expected
-
-
-def test_exact_crops_are_those_of_the_whole_image() -> None:
-    assert made("light") == made("light", crop_decode="off")
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:
@@ -203,26 +187,3 @@ def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:
     )
     with without_kernel():
         assert made("flip-crop", size=64) == (arrays, bad)
-
-
-def test_the_program_is_the_beginning_of_a_pipeline_of_steps() -> None:
-    crop = A.RandomResizedCrop((32, 32))
-    program, rest = find_program(
-        A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()])
-    )
-    assert program is not None and len(program.steps) == 2 and len(rest) == 2
-    assert program.size == (32, 32) == program.crop_target
-    others = [
-        A.Compose([crop], p=0.5),
-        A.Compose([crop], bbox_params=A.BboxParams("coco")),
-        A.ReplayCompose([crop]),
-        A.Compose([crop], save_applied_params=True),
-        A.Compose([A.GaussNoise(), crop]),
-        A.Compose([A.HorizontalFlip()]),  # of no fixed size
-        A.Compose([A.RandomResizedCrop((32, 32), area_for_downscale="image")]),
-        A.Compose([A.RandomCrop(8, 8, pad_if_needed=True)]),
-        A.Compose([type("Mine", (A.RandomResizedCrop,), {})((32, 32))]),
-        A.Sequential([crop]),
-        None,
-    ]
-    assert all(find_program(each) == (None, []) for each in others)

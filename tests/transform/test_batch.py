@@ -5,8 +5,6 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +33,6 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.maker import NUM_SUBSTITUTES
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
 
@@ -170,21 +167,6 @@ def test_a_bare_albumentations_transform_is_recognised_as_well(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ALBUMENTATIONS)
-def test_rewound_generators_equal_fresh_ones(name: str) -> None:
-    shared = SampleTransform(A.Compose([ALBUMENTATIONS[name]()]))
-    if shared.program is not None:
-        pytest.skip("nothing is drawn from generators")
-    for image, (k0, k1) in zip(IMAGES, make_keys(len(IMAGES)).tolist(), strict=True):
-        fresh = A.Compose([ALBUMENTATIONS[name]()])
-        generator = np.random.Generator(
-            np.random.Philox(key=np.array([k0, k1], np.uint64))
-        )
-        fresh.set_random_state(generator, random.Random(k0 << 64 | k1))
-        expected = fresh(image=image.copy())["image"]
-        np.testing.assert_array_equal(shared(image.copy(), (k0, k1)), expected)
-
-
 def test_the_users_own_pipeline_is_left_alone_and_may_be_used_twice() -> None:
     flip = A.HorizontalFlip(p=0.5)
     pipeline = A.Compose([flip, A.GaussNoise(p=1)])
@@ -252,15 +234,6 @@ def test_a_result_of_the_wrong_kind_is_a_config_error(
 def test_what_cannot_be_called_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="the transform is a list"):
         SampleTransform([A.HorizontalFlip()])  # type: ignore[arg-type]
-
-
-def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
-    code = "import sys, raypipe.transform.sample_maker"
-    code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "set()"
 
 
 # --- micro-batches
@@ -516,29 +489,6 @@ def test_decode_options_reach_the_decoder() -> None:
         1:3
     ] == (40, 30)
     assert batch(made(None), [buffer.getvalue()])[0]["image"].shape[1:3] == (30, 40)
-
-
-# --- crop-aware decode
-
-
-@pytest.mark.parametrize("pipeline", ["light", "torchvision v2"])
-def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> None:
-    jpegs: list[bytes | None] = [
-        encode_jpeg(cv2.resize(image, (200, 150))) for image in IMAGES
-    ]
-    jpegs[3] = (jpegs[3] or b"")[:-900]
-    jpegs[7] = None
-    transform = (
-        build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
-    )
-    (off, bad), (exact, bad_of_exact) = (
-        batch(made(transform, crop_decode=mode, exact=True), jpegs)
-        for mode in ("off", "exact")
-    )
-    assert np.array_equal(off["image"], exact["image"]) and np.array_equal(
-        off.weight, exact.weight
-    )
-    assert bad == bad_of_exact and [record["index"] for record in bad] == [23, 27]
 
 
 @pytest.mark.parametrize(

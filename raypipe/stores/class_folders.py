@@ -96,13 +96,13 @@ class Doubts(NamedTuple):
     Attributes:
         splits: folders that are splits.
         reasons: what shows that the folders are not classes, in words.
-        beside: that other files may be the labels, in words; may be empty.
+        labels: a sentence about other files that may be the labels; may be empty.
         others: files and folders that are not read, and that may have labels.
     """
 
     splits: list[str]
     reasons: list[str]
-    beside: str
+    labels: str
     others: list[str]
 
 
@@ -476,7 +476,7 @@ def check_classes(
     if not target_column:
         return told
     reasons = [reason for doubt in doubts for reason in doubt.reasons]
-    reasons += filter(None, (doubt.beside for doubt in doubts))
+    reasons += filter(None, (doubt.labels for doubt in doubts))
     for reason in reasons:
         raise StoreError(
             f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"

@@ -145,7 +145,7 @@ def _index_files(
 def _views_of(
     name: str, scans: Sequence[Scan]
 ) -> tuple[Sequence[Scan], list[Doubts], LeftOut]:
-    """Return the samples of each tar of a store, the doubts about all, and what is left out."""
+    """Return the samples of each tar of a store, the doubts about them, and the members that are left out."""
     abouts = [scan["about"] for scan in scans]
     doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
     left_out = LeftOut()

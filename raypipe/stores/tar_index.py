@@ -172,7 +172,7 @@ _ABOUT = {
     "left_out": _Counts,
     "splits": list[str],
     "reasons": list[str],
-    "beside": str,
+    "labels": str,
     "links": dict[str, str],
     "others": list[str],
 }

@@ -310,7 +310,7 @@ def _places(
 def _unused(
     samples: Sequence[_Sample], images: Sequence[str | None], used: set[str]
 ) -> Iterator[str]:
-    """Yield the suffix of each member that is no image, and is not used."""
+    """Yield the suffix of each member that is neither an image nor used."""
     for (_, members), image in zip(samples, images, strict=True):
         for suffix in members.keys() - used - {image}:
             yield f".{suffix}"

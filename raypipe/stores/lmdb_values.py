@@ -270,15 +270,13 @@ def encoded(part: Any) -> bytes | memoryview | None:
         raise ValueError(f"its image is a {type(part).__name__}")
     if part.ndim == 1:
         return part.tobytes()
-    if (
-        not (part.ndim == 2 or (part.ndim == 3 and part.shape[2] in (1, 3)))
-        or not part.size
-    ):
+    is_gray = part.ndim == 2 or part.shape[2:] == (1,)
+    if not part.size or not (is_gray or part.shape[2:] == (3,)):
         raise ValueError(f"its image has the shape {part.shape}")
     import cv2
 
     # OpenCV has blue first. The image is decoded at once, so it is not worth compressing.
-    pixels = part[..., ::-1] if part.shape[2:] == (3,) else part
+    pixels = part if is_gray else part[..., ::-1]
     return cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
 
 

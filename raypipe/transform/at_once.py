@@ -11,51 +11,20 @@ the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from raypipe import kernel
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job
-from raypipe.transform.decode.jpeg_header import jpeg_orientation
+from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import stored_bytes
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.fields import IMAGE, MadeRows
 from raypipe.transform.samples import Samples
 from raypipe.transform.view_images import ViewImage
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
-
-
-def sizes_by_header(
-    images: Sequence[bytes | memoryview | None], exif: bool
-) -> np.ndarray:
-    """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
-
-    Those are also others that `exif` turns upright.
-    """
-    sizes, has_metadata = kernel.sizes(images)
-    if exif:
-        for row in np.flatnonzero(has_metadata).tolist():
-            if jpeg_orientation(bytes(images[row] or b"")) > 1:
-                sizes[row] = 0
-    return sizes
-
-
-class MadeRows(NamedTuple):
-    """Rows of a micro-batch whose images are made.
-
-    Attributes:
-        rows: int64 (n,).
-        params: of the first image of each, int64 (n, P), see `Program.draw`.
-        sizes: (height, width) of the images before, int (n, 2).
-        fields: fields of each that are not in arrays yet; None = there are none.
-    """
-
-    rows: np.ndarray
-    params: np.ndarray
-    sizes: np.ndarray
-    fields: Sequence[dict[str, Any]] | None = None
 
 
 class KernelImages:

@@ -109,25 +109,25 @@ def _of_store(
         if options != ColumnOptions()
     }
     paths = _paths_in(store, declared, function, label)
-    reads_class = label and LABEL not in paths
-    if reads_class and function is None:
-        _check_label(store)
-    columns = SampleColumns(paths, options, function, reads_class=reads_class)
+    columns = SampleColumns(paths, options, function)
     if not paths and function is not None:
         raise ConfigError(
             "transform.make_columns makes columns of columns: name those that it needs in store.columns "
             f"({store.address} has {', '.join(store.schema.names)})"
         )
-    if not paths or not len(indices):
-        return columns  # a store without samples has no types, and none to give
     types: dict[str, ColumnType] = {}
-    for name, kind in types_in(store, columns, indices).items():
-        types[name] = _target_type(store, name, kind, options)
-        if kind.is_padded:
-            types[length_name(name)] = CLASS
-    reads_class = reads_class and LABEL not in types
-    if reads_class:
-        _check_label(store)
+    if paths and len(indices):  # a store without samples has no types, and none to give
+        for name, kind in types_in(store, columns, indices).items():
+            types[name] = _target_type(store, name, kind, options)
+            if kind.is_padded:
+                types[length_name(name)] = CLASS
+    reads_class = label and LABEL not in {*paths, *types}
+    may_lack = function is not None and not types
+    if reads_class and not may_lack and LABEL not in store.schema.names:
+        raise ConfigError(
+            f"{missing(store.address, LABEL, store.schema.names, RENAMED[LABEL])}; set it to one of them, or to "
+            "'' for batches without a target"
+        )
     return replace(columns, types=types, reads_class=reads_class)
 
 
@@ -306,14 +306,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or (
         isinstance(value, list | tuple | np.ndarray) and not len(value)
     )
-
-
-def _check_label(store: Store) -> None:
-    if LABEL not in store.schema.names:
-        raise ConfigError(
-            f"{missing(store.address, LABEL, store.schema.names, RENAMED[LABEL])}; set it to one of them, or to "
-            "'' for batches without a target"
-        )
 
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:

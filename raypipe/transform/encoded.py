@@ -21,8 +21,7 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program
 from raypipe.transform.albumentations import why_no_program
-from raypipe.transform.at_once import MadeRows, sizes_by_header
-from raypipe.transform.decode.jpeg import check_checksum
+from raypipe.transform.decode.jpeg import check_checksum, sizes_by_header
 from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
 from raypipe.transform.encoded_map import (
     AXES,
@@ -37,7 +36,7 @@ from raypipe.transform.encoded_map import (
     START,
     axis_columns,
 )
-from raypipe.transform.fields import Field
+from raypipe.transform.fields import Field, MadeRows
 from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Samples

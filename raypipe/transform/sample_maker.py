@@ -25,8 +25,8 @@ from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import KernelImages
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.decoder import decoder_of, opener_of
-from raypipe.transform.decode.jpeg import Undecoded
+from raypipe.transform.decode.array import decoder_of
+from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
 from raypipe.transform.decode.rgb import (
     image_size,
     stored_bytes,
@@ -102,7 +102,10 @@ class SampleMaker:
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
-        self._open = opener_of(config, self._crops_first)
+        self._decode = decoder_of(config)
+        # Crops are taken of undecoded JPEGs; views share one decoding of the whole image.
+        has_crop = self._transforms[0].crop_target is not None
+        self._crops_first = has_crop and not self._has_views
         self._at_once: KernelImages | EncodedImages | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
@@ -120,20 +123,14 @@ class SampleMaker:
             return True
         return any(transform.draws_globally for transform in self._transforms)
 
-    @property
-    def _crops_first(self) -> bool:
-        """True if crops are taken of undecoded JPEGs; views share one decoding of the whole image."""
-        return not self._has_views and self._transforms[0].crop_target is not None
-
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""
         has_rest = any(transform.has_rest for transform in self._transforms)
         is_known = all(transform.program for transform in self._transforms)
         if not is_known or (self._targets and has_rest):
             return
-        decode = decoder_of(self._config)
         self._at_once = KernelImages(
-            self._views, self._config.apply_exif, decode, threads
+            self._views, self._config.apply_exif, self._decode, threads
         )
         if not has_rest:  # sizes are known before the first sample
             blanks = [_blank(transform) for transform in self._transforms]
@@ -201,7 +198,12 @@ class SampleMaker:
         if self._encoded:
             encoded, drawn, size = self._encoded.fields_of(sample.image, key)
             return encoded | self._followers(sample, drawn, size) | other_fields
-        image = self._open(stored_bytes(sample.image))
+        encoded_image = stored_bytes(sample.image)
+        image: np.ndarray | Undecoded | None = None
+        if self._crops_first:
+            image = open_for_crop(encoded_image, self._config.apply_exif)
+        if image is None:
+            image = self._decode(encoded_image)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
             targets = self._decoded_targets(

@@ -234,7 +234,7 @@ class SampleTransform:
                 raise
             result = self._called(kept.copy(), targets, key)
         if self._reached is not None and self._reached.look():
-            # what it has made drew without a seed
+            # A pipeline that it has made drew without a seed.
             self.draws_globally = True
             result = self._called(kept, targets, key)
         return result

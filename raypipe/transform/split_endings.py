@@ -89,7 +89,7 @@ def _taken_from_views(
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
     without_endings = dict[str, Any]()
-    endings = dict[str, Ending | None]()  # of the first view that has one, or none
+    endings = dict[str, Ending | None]()  # It has one entry, of the first view.
     for name, view in find_views(views, size).items():
         taken = [_taken(transform, size) for transform in view.transforms]
         kept = tuple(transform for transform, _ in taken)

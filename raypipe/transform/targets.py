@@ -112,7 +112,7 @@ def decode_boxes(
     corners = boxes[:, :4]
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
-    is_beyond: np.ndarray = ((corners < -1) | (corners > limits + 1)).any(1)
+    is_beyond = np.any((corners < -1) | (corners > limits + 1), axis=1)
     is_empty = (cut[:, :2] >= cut[:, 2:]).any(1)
     _check_each("box", boxes)
     _refuse(
@@ -190,7 +190,7 @@ def _check_each(kind: str, rows: np.ndarray) -> None:
     """Raise SampleError unless float32 holds all numbers, float64 (K, n), and the last of each is a label."""
     labels = rows[:, -1]
     with np.errstate(over="ignore"):
-        is_finite: np.ndarray = np.isfinite(rows.astype(np.float32)).all(1)
+        is_finite = np.all(np.isfinite(rows.astype(np.float32)), axis=1)
     is_label = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
     _refuse(kind, rows, ~is_finite, "is not finite as float32")
     _refuse(
@@ -237,7 +237,7 @@ class Target:
     decode: Callable[..., np.ndarray]
 
     def field(self, config: TransformConfig) -> Field:
-        """Its field of a micro-batch."""
+        """The field of a micro-batch that has it."""
         if not self.width:
             return Field("array", "uint8", None, IGNORE)
         fill = (*[0.0] * (self.width - 1), float(NO_BOX))

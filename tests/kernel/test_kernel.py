@@ -26,7 +26,7 @@ from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, referenc
 from raypipe.kernel import Op as Code
 from raypipe.kernel.ops import AREA
 from raypipe.kernel.reference import OPERATIONS
-from raypipe.transform.at_once import sizes_by_header
+from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import decode
 
 pytestmark = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
-from raypipe.transform.decode import decoder
+from raypipe.transform.decode import array as arrays
 from raypipe.transform.decode.rgb import decode
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_maker import SampleMaker
@@ -110,7 +110,7 @@ def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> No
 def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        decoder,
+        arrays,
         "decode",
         lambda *args, **kw: calls.append(args) or decode(*args, **kw),
     )

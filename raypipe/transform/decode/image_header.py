@@ -32,7 +32,7 @@ _PNG_METADATA = _PNG_ORIENTATION | set(
     b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
 )
 _PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
-# Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
+# Brands of an ISO file: AVIF has some of HEIC's as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 

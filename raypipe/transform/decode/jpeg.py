@@ -9,7 +9,7 @@ bad samples, and can make one run together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import simplejpeg
@@ -19,6 +19,7 @@ from raypipe.kernel import (
     EXTRA_COLUMNS,
     decode_crop,
     is_intact,
+    sizes,
     why_no_kernel,
 )
 from raypipe.plan.places import Sides
@@ -32,6 +33,21 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width), pixels of an image, inside it."""
 Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
 """(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3)."""
+
+
+def sizes_by_header(
+    images: Sequence[bytes | memoryview | None], exif: bool
+) -> np.ndarray:
+    """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
+
+    Those are also others that `exif` turns upright.
+    """
+    found, has_metadata = sizes(images)
+    if exif:
+        for row in np.flatnonzero(has_metadata).tolist():
+            if jpeg_orientation(bytes(images[row] or b"")) > 1:
+                found[row] = 0
+    return found
 
 
 def decode_jpeg(

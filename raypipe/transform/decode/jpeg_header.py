@@ -127,7 +127,7 @@ def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
     except (ValueError, KeyError):
-        # of damage; of a rare subsampling, such as 4:4:1
+        # A rare subsampling, such as 4:4:1, is a KeyError.
         return None
     return height, width
 

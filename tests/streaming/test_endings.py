@@ -207,22 +207,6 @@ def test_floats_in_the_middle_travel_and_a_line_names_the_step(
     assert mixed.mix is not None and mixed.image.min() < -1
 
 
-def test_views_end_alike_and_are_finished_each() -> None:
-    last = [A.Normalize(**NUMBERS), ToTensorV2()]
-    views = {
-        "a": (A.Compose([*CROP, *last]), 2),
-        "b": A.Compose([A.CenterCrop(8, 8), *last]),
-    }
-    batch = next(next(raypipe.loader(stream(views, "center")).epochs()).train)
-    assert {
-        name: (view.dtype, tuple(view.shape)) for name, view in batch.views.items()
-    } == {
-        "a": (torch.float32, (4, 2, 3, 16, 16)),
-        "b": (torch.float32, (4, 3, 8, 8)),
-    }
-    assert batch.views["a"].min() < -1
-
-
 def test_a_preview_shows_images_without_the_normalization() -> None:
     last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     pixels = (

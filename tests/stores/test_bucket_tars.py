@@ -139,7 +139,7 @@ def test_all_processes_and_threads_of_a_node_share_a_part(
         == found[2]
         == open_store(tars[0]).read(indices)["image"]
     )
-    local_cache._caches.clear()  # as in another process
+    local_cache._cache_of.cache_clear()  # as in another process
     assert pickle.loads(pickle.dumps(store)).read(indices)["image"] == found[0]
     assert (
         sent(proxy)

@@ -13,17 +13,27 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 
+from raypipe import config
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.section import Limits, Section, check, kinds_of, shown
+from raypipe.section import (
+    Limits,
+    Ramped,
+    Section,
+    check,
+    is_section,
+    kinds_of,
+    shown,
+)
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 SECTIONS = sorted(
-    (part for part in Section.__subclasses__() if part.__module__ == "raypipe.config"),
+    {part for part in vars(config).values() if is_section(part) and part is not Section}
+    - {Ramped},
     key=lambda section: section.__name__,
 )
 

@@ -28,9 +28,7 @@ from raypipe.stores.tar import TarStore
 from raypipe.streaming.spec import StreamSpec
 
 NUM_TARS, PER_TAR = 4, 12
-PLAN = PlanConfig(
-    epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, window_groups=3
-)
+PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, shuffle=3)
 GROUP = 8000
 """Bytes of a group: 4 or 5 images."""
 

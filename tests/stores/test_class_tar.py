@@ -89,6 +89,14 @@ def test_the_classes_of_several_tars_are_those_of_all(tmp_path: Path) -> None:
     assert columns["label"].tolist() == [1, 2, 0, 2]
 
 
+def test_tars_of_one_class_each_may_have_folders_within(tmp_path: Path) -> None:
+    make(tmp_path / "t-0.tar", "cat/a/1.png", "cat/b/2.png")
+    make(tmp_path / "t-1.tar", "dog/x/1.png", "dog/y/2.png")
+    store = open_store(tmp_path / "t-{0..1}.tar")
+    assert store.classes == ("cat", "dog")
+    assert store.read(np.arange(4))["label"].tolist() == [0, 0, 1, 1]
+
+
 def test_arrays_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
     assert len(make(tmp_path / "a.tar", "a/1.npy", "b/2.npy")) == 2
     assert len(make(tmp_path / "b.tar", "a/1.npy", "b/2.png")) == 1

@@ -278,7 +278,7 @@ def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
     }
     masks = {
         "columns": (),
-        "transform": dataclasses.replace(TRANSFORM, mask_column="caption"),
+        "transform": dataclasses.replace(TRANSFORM, targets={"mask": "caption"}),
     }
     for options in ({"columns": ()}, {"columns": ["caption"]}, making, masks):
         for given in (path, raypipe.open_store(path)):

@@ -97,6 +97,7 @@ def preview(
         ConfigError: there is nothing to show, too much, or no place to write it.
     """
     from raypipe.commands.preview_tiles import Preview
+    from raypipe.history.step_maker import StepMaker
 
     target = Path(output)
     if target.suffix.lower() != ".png" or not target.parent.is_dir():
@@ -110,7 +111,7 @@ def preview(
             f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
         )
     augment = augment or AugmentConfig()
-    shown = Preview(spec, augment)
+    shown = Preview(StepMaker(spec, augment))
     indices = indices or _first_of(shown.plan, min(samples, len(store)))
     run_epochs = spec.plan.config.epochs
     epochs = min(epochs, run_epochs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -144,53 +143,43 @@ class History:
     def _of_indices(self, indices: Sequence[int], split: Split) -> list[SampleHistory]:
         """The histories of several samples, in one pass over the run's draws."""
         store = self._store(split)
-        num_epochs = self._run.plan.config.epochs
+        plan = self._run.plan
         for index in indices:
             if not 0 <= index < len(store):
                 raise ConfigError(
                     f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
                 )
-        if num_epochs > _MAX_EPOCHS:
+        if plan.config.epochs > _MAX_EPOCHS:
             raise ConfigError(
-                f"{self._run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
+                f"{self._run.address} has {plan.config.epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} "
+                "at most"
             )
-        errors = {
-            index: bad.error
-            for at, of_place in self._bad.items()
-            for index, bad in of_place.items()
-            if at.split == split
-        }
-        found = self._draws_of(indices, split)
-        histories = []
-        for index in indices:
-            draws = sorted(found[index], key=_ORDER)
-            num = sum(draw.has_come for draw in draws)
-            name = name_of(store, index)
-            error = errors.get(index, "")
-            histories.append(
-                SampleHistory(index, name, split, error, num, len(draws) - num, draws)
-            )
-        return histories
-
-    def _draws_of(
-        self, indices: Sequence[int], split: Split
-    ) -> dict[int, list[SampleDraw]]:
-        """The plan's draws of samples, and the recorded ones of bad samples that they have replaced."""
-        plan = self._run.plan
-        draws = defaultdict[int, list[SampleDraw]](list)
+        draws: dict[int, list[SampleDraw]] = {index: [] for index in indices}
+        errors = dict.fromkeys(indices, "")
         for index, place in plan.places_of_all(indices, split):
             bad = self._bad.get(place.micro_batch, {}).get(index)
             draws[index].append(self._draw(place, bad))
         for at, of_place in self._bad.items():
-            for sample in of_place.values():
-                other = sample.substitute
-                if at.split == split and other is not None and other in indices:
-                    rows = np.flatnonzero(plan.indices(at) == sample.index)
-                    draws[other] += [
-                        self._draw(SamplePlace(at, row), instead_of=sample.index)
-                        for row in rows.tolist()
+            for bad in of_place.values() if at.split == split else ():
+                errors[bad.index] = bad.error
+                if bad.substitute in draws:
+                    rows = np.flatnonzero(plan.indices(at) == bad.index).tolist()
+                    draws[bad.substitute] += [
+                        self._draw(SamplePlace(at, row), instead_of=bad.index)
+                        for row in rows
                     ]
-        return draws
+        histories = []
+        for index, of_index in draws.items():
+            of_index.sort(key=_ORDER)
+            name = name_of(store, index)
+            num = sum(draw.has_come for draw in of_index)
+            num_left = len(of_index) - num
+            histories.append(
+                SampleHistory(
+                    index, name, split, errors[index], num, num_left, of_index
+                )
+            )
+        return histories
 
     def _draw(
         self,
@@ -227,23 +216,23 @@ def index_of(store: Store, name: str) -> int:
         ConfigError: there is no such sample, or there are several.
     """
     ends = (f"/{name}", f" {name}")
-    for names in (
-        names_in(store),
-        (name_of(store, index) for index in range(len(store))),
-    ):
-        found: dict[int, str] = {}
+    of_rows = (name_of(store, index) for index in range(len(store)))
+    for names in (names_in(store), of_rows):
+        found: list[int] = []
         for index, full_name in enumerate(map(str, names)):
             if full_name == name:
                 return index
             if full_name.endswith(ends):
-                found[index] = full_name
+                found.append(index)
         if len(found) == 1:
-            return min(found)
+            return found[0]
         if found:
-            some = [f"{index} ({name_of(store, index)})" for index in found]
+            some = [
+                f"{index} ({name_of(store, index)})" for index in found[:_NUM_NAMED]
+            ]
             raise ConfigError(
                 f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as "
-                f"{', '.join(some[:_NUM_NAMED])}: give the index, or more of the name"
+                f"{', '.join(some)}: give the index, or more of the name"
             )
     first = name_of(store, 0)
     raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.record_checks import damage_told, whole_number
+from raypipe.history.step_maker import StepMaker
 from raypipe.importing import check_named_code
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
@@ -21,8 +22,9 @@ from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import (
+    StoreRecord,
     StreamRecord,
-    parts_of,
+    recorded_stores,
     rewritten,
     written_files,
 )
@@ -144,6 +146,15 @@ class RecordedStream:
         return named
 
     @functools.cached_property
+    def maker(self) -> StepMaker:
+        """What makes its micro-batches again."""
+        dtype = self.record.dtype or ""
+        return StepMaker(self.spec, self.augment, dtype, self._excluded)
+
+    def _excluded(self, place: MicroBatchId) -> dict[int, str]:
+        return {sample.index: sample.error for sample in self.bad_samples(place)}
+
+    @functools.cached_property
     def plan(self) -> Plan:
         """The plan: the stream's own, or one of the recorded sizes where its stores are missing or have others.
 
@@ -197,13 +208,23 @@ class RecordedStream:
             return f"its stream cannot be opened: {error}"
         return ""
 
+    @functools.cached_property
+    def _changed_stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
+        """The stores that have other contents than in the run, as they were and as they are."""
+        return [
+            (then, now)
+            for split, parts in recorded_stores(self.spec.stores).items()
+            for then, part in zip(self.record.parts(split), parts, strict=False)
+            if (now := StoreRecord(**part)).fingerprint != then.fingerprint
+            or now.samples != then.samples
+        ]
+
     @property
     def _has_recorded_sizes(self) -> bool:
-        stores = self.spec.stores
         return all(
             [part.samples for part in self.record.parts(split)]
-            == [len(store) for store in parts_of(stores[split]).values()]
-            for split in stores
+            == [part["samples"] for part in parts]
+            for split, parts in recorded_stores(self.spec.stores).items()
         )
 
     @property
@@ -211,22 +232,14 @@ class RecordedStream:
         """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
         return not self._why_closed and self._has_recorded_sizes
 
-    @functools.cached_property
+    @property
     def lacks(self) -> str:
         """The reason why pixels cannot be made, or would be others; empty = they can be made."""
-        if self._why_closed:
-            return self._why_closed
-        changed = []
-        for split, store in self.spec.stores.items():
-            stores = parts_of(store).values()
-            for then, now in zip(self.record.parts(split), stores, strict=False):
-                is_same = now.fingerprint == then.fingerprint
-                if len(now) != then.samples or not is_same:
-                    changed.append(
-                        f"{now.address} has other contents than in the run ({len(now)} samples, fingerprint "
-                        f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
-                    )
-        return "; ".join(changed)
+        return self._why_closed or "; ".join(
+            f"{now.address} has other contents than in the run ({now.samples} samples, fingerprint "
+            f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
+            for then, now in self._changed_stores
+        )
 
     @functools.cached_property
     def differences(self) -> list[str]:

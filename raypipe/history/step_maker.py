@@ -1,18 +1,20 @@
-"""Makes micro-batches of a recorded stream again: the same calls as in the run, in this process, on the CPU."""
+"""Makes single micro-batches of a stream: the same calls as in a run, in this process, on the CPU."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
+from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
-from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
 
@@ -20,30 +22,40 @@ _CPU = torch.device("cpu")
 
 
 class StepMaker:
-    """Makes micro-batches of a recorded stream again, on the CPU.
+    """Makes micro-batches of a stream.
+
+    Args:
+        spec: the stream.
+        augment: the augmentation on the device; None = none.
+        dtype: dtype of the images that the device makes, by its name; empty = the pipeline's own, or float32.
+        excluded: gives the samples of a micro-batch that cannot be used: index → why.
 
     Attributes:
         spec: the stream, for which a single step may have any share of bad samples.
         maker: makes what the CPU transform gave.
         decoding: decodes where the device does; None = the CPU transform does.
         stage: the device stage.
-        stream: as passed.
+        excluded: as passed.
     """
 
-    def __init__(self, stream: RecordedStream) -> None:
-        self.stream = stream
-        spec = stream.spec
+    def __init__(
+        self,
+        spec: StreamSpec,
+        augment: AugmentConfig | None,
+        dtype: str = "",
+        excluded: Callable[[MicroBatchId], Mapping[int, str]] = lambda place: {},
+    ) -> None:
         if spec.transform.max_bad_fraction > 0:
             transform = replace(spec.transform, max_bad_fraction=1.0)
             spec = replace(spec, transform=transform)
         self.spec = spec
+        self.excluded = excluded
         self.maker = MicroBatchMaker(spec)
         is_encoded = spec.transform.decode == "device"
         self.decoding = Decoding(spec, _CPU) if is_encoded else None
-        name = stream.record.dtype
-        dtype = getattr(torch, name) if name else None
+        of_torch = getattr(torch, dtype) if dtype else None
         self.stage = DeviceStage(
-            stream.augment, _CPU, dtype, spec.device_input, tells=False
+            augment, _CPU, of_torch, spec.device_input, tells=False
         )
 
     def strength_at(self, place: MicroBatchId) -> float:
@@ -68,9 +80,8 @@ class Remade:
     @functools.cached_property
     def host(self) -> MicroBatch:
         """The batch from the CPU transform, without the samples that the run could not use."""
-        bad = self.maker.stream.bad_samples(self.place)
-        excluded = {sample.index: sample.error for sample in bad}
         maker = self.maker.maker
+        excluded = self.maker.excluded(self.place)
         with process_kept(maker.draws_globally):
             batch, _ = maker.make(self.place, excluded=excluded)
         return batch

@@ -24,6 +24,7 @@ from raypipe.commands.preview_tiles import Preview, find_draws
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -49,7 +50,7 @@ def made(
     transform: TransformConfig = TRANSFORM,
 ) -> Preview:
     plan = PlanConfig(epochs=3, micro_batch_size=B, global_batch_size=2 * B, seed=5)
-    return Preview(stream(store, plan, transform), augment)
+    return Preview(StepMaker(stream(store, plan, transform), augment))
 
 
 def stream(
@@ -176,7 +177,7 @@ def test_the_caption_of_a_mixed_tile_is_its_target(
     ):
         ((at, place),) = find_draws(shown.plan, 0, [index])
         assert at is not None
-        _, mixed, _ = shown.stages(shown._maker.batch(at))
+        mixed = Remade(shown.maker, at).finished.mix
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
@@ -486,7 +487,7 @@ def test_captions_show_columns_and_targets_of_any_numbers(
         [picture(number) for number in range(30)], labels, columns={"caption": captions}
     )
     spec = stream(store, PlanConfig(epochs=1, micro_batch_size=B), columns=["caption"])
-    shown = Preview(spec, FLIP)
+    shown = Preview(StepMaker(spec, FLIP))
     index = first_of(shown)[0]
     ((row,), _) = shown.tiles([index], [0])
     assert (
@@ -499,9 +500,9 @@ def test_captions_show_columns_and_targets_of_any_numbers(
     mixing = AugmentConfig(mixup_alpha=1.0)
     if labels.ndim == 2:
         with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets"):
-            Preview(spec, mixing)
+            Preview(StepMaker(spec, mixing))
     else:
-        ((row,), _) = Preview(spec, mixing).tiles([index], [0])
+        ((row,), _) = Preview(StepMaker(spec, mixing)).tiles([index], [0])
         assert row[2].lines[0].startswith("MixUp: ") and "target" in row[2].lines[0]
 
 
@@ -522,7 +523,7 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     device = DeviceAugment(FLIP, torch.device("cpu"))
     ((at, place),) = find_draws(shown.plan, 0, indices[:1])
     assert at is not None
-    host = shown._maker.batch(at)
+    host = Remade(shown.maker, at).host
     views = {
         name: torch.from_numpy(view).movedim(-1, -3)
         for name, view in host.arrays("view").items()

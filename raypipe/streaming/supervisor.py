@@ -231,6 +231,7 @@ class Supervisor:
 
     def rank_waits(self, rank: int, waited_s: float) -> Process | None:
         """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
+        self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 

@@ -75,12 +75,13 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log_format, run=spec.run)
+        # First of all: the Supervisor looks after the processes that it knows.
+        self._guard = Guard(supervisor, spec.transform.time_limit_s)
         remove_unused()
         hold(spec.stores.values())
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
-        self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
@@ -239,6 +240,7 @@ class Guard:
         except deaths():
             # the stream ended in the meantime; a traceback would be printed
             ray.actor.exit_actor()
+        supervisor.process_joined.remote(self._actor, self._process)
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
         # A thread that reads ahead reports progress, too, and must not start the clock of a block that has ended.

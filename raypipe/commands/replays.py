@@ -8,8 +8,6 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.printing import print_rows, print_table
 
@@ -215,12 +213,17 @@ def _line(entry: Any) -> str:
         return entry
     named = {"op": "mixed with", **entry}
     texts = [named.pop("view", ""), named.pop("op")]
-    texts += [
-        f"{name} {np.array2string(np.asarray(value), precision=4, threshold=_MAX_NUMBERS)}"
-        for name, value in named.items()
-        if value is not None
-    ]
+    for name, value in named.items():
+        if value is not None:
+            texts.append(f"{name} {_numbers(value)}")
     return " ".join(filter(None, texts))
+
+
+def _numbers(value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return f"{value:.4g}"
+    shown = " ".join(map(_numbers, value[:_MAX_NUMBERS]))
+    return shown + (" …" if len(value) > _MAX_NUMBERS else "")
 
 
 def print_replay(result: dict[str, Any]) -> None:
@@ -229,19 +232,20 @@ def print_replay(result: dict[str, Any]) -> None:
         print(f"changed: {sentence}")
     if "samples" in result:
         print_rows(list(_COLUMNS), [_cells(row) for row in result["samples"]])
+    heading = result["run_dir"]
+    if "with" in result:
+        heading += f" and {result['with']}"
+        settings = result["settings"].items()
+        made = ", ".join(map(str, result["made_steps"]))
+        pairs = {name: tuple(pair) for name, pair in settings}
+        result = result | {"settings": pairs, "made_steps": made}
     rows = {
         name: value
         for name, value in result.items()
         if name not in ("run_dir", "with", "differences", "samples")
         and value not in (None, "", {})
     }
-    if "with" not in result:
-        print_table(result["run_dir"], rows)
-        return
-    settings = result["settings"].items()
-    rows["settings"] = {name: tuple(pair) for name, pair in settings}
-    rows["made_steps"] = ", ".join(map(str, result["made_steps"]))
-    print_table(f"{result['run_dir']} and {result['with']}", rows)
+    print_table(heading, rows)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -260,4 +264,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _label(row: dict[str, Any]) -> list[str]:
     """The label of a row and the name of its class, as far as there are any."""
-    return [str(row[name]) for name in ("label", "class") if row[name] is not None]
+    values = (row["label"], row["class"])
+    return [*dict.fromkeys(str(value) for value in values if value is not None)]

@@ -58,8 +58,6 @@ def when(
     """
     from raypipe.history.drawn_at import History
     from raypipe.history.recorded import given_of, open_run
-    from raypipe.metrics.flags import read_flags
-    from raypipe.storage.filesystem import as_uri
 
     if [bool(sample), bad, flagged].count(True) != 1:
         raise ConfigError(
@@ -74,7 +72,7 @@ def when(
     if bad:
         samples = history.bad()
     elif flagged:
-        flags = read_flags(as_uri(run.address))
+        flags = history.flags()
     else:
         samples = [history.of(index_or_name(sample), split)]
     return {

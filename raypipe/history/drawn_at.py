@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.history.record_checks import damage_told, whole_number
+from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
 from raypipe.history.recorded_stream import BadSample
+from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import exists, join_address, open_filesystem
+from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.scan import names_in
 
@@ -99,13 +100,10 @@ class History:
         }
         self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
-        filesystem, path = open_filesystem(folder or run.address)
-        selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-        for info in filesystem.get_file_info(selector) if folder else ():
-            if info.base_name.endswith(".jsonl"):
-                place = run.place_of(info.base_name.removesuffix(".jsonl"))
-                samples = run.stream.bad_samples(place)
-                self._bad[place] = {sample.index: sample for sample in samples}
+        for name in _names_in(folder) if folder else ():
+            place = run.place_of(name)
+            samples = run.stream.bad_samples(place)
+            self._bad[place] = {sample.index: sample for sample in samples}
 
     def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the draws of a sample.
@@ -133,6 +131,20 @@ class History:
             if indices:
                 found += self._of_indices(indices, split)
         return found
+
+    def flags(self) -> list[dict[str, Any]]:
+        """Read all micro-batches that the loop has flagged, in the order of the run's steps."""
+        folder = join_address(as_uri(self._run.address), FLAGS)
+        flags = []
+        for name in _names_in(folder):
+            address = join_address(folder, f"{name}.jsonl")
+            with damage_told(address):
+                for flag in read_lines(address):
+                    for number in ("epoch", "step", "rank", "micro"):
+                        whole_number(flag[number], number)
+                    place = (flag["step"], name, float(flag["time"]))
+                    flags.append((place, {**flag, "reason": str(flag["reason"])}))
+        return [flag for _, flag in sorted(flags, key=itemgetter(0))]
 
     def _store(self, split: Split) -> Store:
         store = self._run.spec.stores.get(split)
@@ -204,6 +216,14 @@ class History:
             bad.substitute if bad else None,
             instead_of,
         )
+
+
+def _names_in(folder: str) -> list[str]:
+    """The names of a folder's files of JSON lines."""
+    filesystem, path = open_filesystem(folder)
+    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+    names = (info.base_name for info in filesystem.get_file_info(selector))
+    return [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
 
 
 def index_of(store: Store, name: str) -> int:

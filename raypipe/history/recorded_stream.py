@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, StoreError
-from raypipe.history.record_checks import damage_told, whole_number
-from raypipe.history.step_maker import StepMaker
+from raypipe.history.record_checks import damage_told, read_lines, whole_number
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.importing import check_named_code
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import (
@@ -148,11 +146,12 @@ class RecordedStream:
     @functools.cached_property
     def maker(self) -> StepMaker:
         """What makes its micro-batches again."""
-        dtype = self.record.dtype or ""
-        return StepMaker(self.spec, self.augment, dtype, self._excluded)
+        return StepMaker(self.spec, self.augment, self.record.dtype or "")
 
-    def _excluded(self, place: MicroBatchId) -> dict[int, str]:
-        return {sample.index: sample.error for sample in self.bad_samples(place)}
+    def remade(self, place: MicroBatchId) -> Remade:
+        """Return a micro-batch, without the samples that the run could not use."""
+        bad = {sample.index: sample.error for sample in self.bad_samples(place)}
+        return Remade(self.maker, place, bad)
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -288,8 +287,7 @@ class RecordedStream:
             return samples
         address = join_address(self.quarantine, f"{place}.jsonl")
         with damage_told(address):
-            for line in (read_whole(address) or b"").splitlines():
-                record = json.loads(line)
+            for record in read_lines(address):
                 substitute = record["substitute"]
                 if substitute is not None:
                     whole_number(substitute, "substitute")

@@ -118,7 +118,7 @@ class Replay:
                 f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
                 "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
             )
-        return Remade(stream.maker, place)
+        return stream.remade(place)
 
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
@@ -28,14 +28,12 @@ class StepMaker:
         spec: the stream.
         augment: the augmentation on the device; None = none.
         dtype: dtype of the images that the device makes, by its name; empty = the pipeline's own, or float32.
-        excluded: gives the samples of a micro-batch that cannot be used: index → why.
 
     Attributes:
         spec: the stream, for which a single step may have any share of bad samples.
         maker: makes what the CPU transform gave.
         decoding: decodes where the device does; None = the CPU transform does.
         stage: the device stage.
-        excluded: as passed.
     """
 
     def __init__(
@@ -43,13 +41,11 @@ class StepMaker:
         spec: StreamSpec,
         augment: AugmentConfig | None,
         dtype: str = "",
-        excluded: Callable[[MicroBatchId], Mapping[int, str]] = lambda place: {},
     ) -> None:
         if spec.transform.max_bad_fraction > 0:
             transform = replace(spec.transform, max_bad_fraction=1.0)
             spec = replace(spec, transform=transform)
         self.spec = spec
-        self.excluded = excluded
         self.maker = MicroBatchMaker(spec)
         is_encoded = spec.transform.decode == "device"
         self.decoding = Decoding(spec, _CPU) if is_encoded else None
@@ -67,23 +63,31 @@ class StepMaker:
 
 
 class Remade:
-    """A micro-batch that is made again, as far as it is asked for.
+    """A micro-batch that is made as far as it is asked for.
+
+    Args:
+        excluded: its samples that cannot be used: index → why.
 
     Attributes:
         maker, place: its maker, and its place in the run.
     """
 
-    def __init__(self, maker: StepMaker, place: MicroBatchId) -> None:
+    def __init__(
+        self,
+        maker: StepMaker,
+        place: MicroBatchId,
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+    ) -> None:
         self.maker = maker
         self.place = place
+        self._excluded = excluded
 
     @functools.cached_property
     def host(self) -> MicroBatch:
         """The batch from the CPU transform, without the samples that the run could not use."""
         maker = self.maker.maker
-        excluded = self.maker.excluded(self.place)
         with process_kept(maker.draws_globally):
-            batch, _ = maker.make(self.place, excluded=excluded)
+            batch, _ = maker.make(self.place, excluded=self._excluded)
         return batch
 
     @functools.cached_property

@@ -105,7 +105,9 @@ Change = Callable[[Path], Any]
 
 
 def digest_file(run: Path, epoch: int, rank: int = 0) -> Path:
-    return run / "digests" / f"epoch-{epoch:04d}-rank-{rank:04d}.jsonl"
+    name = f"epoch-{epoch:04d}-rank-{rank:04d}-*.jsonl"
+    (path,) = (run / "digests").glob(name)
+    return path
 
 
 def lines_of(path: Path) -> list[str]:
@@ -122,8 +124,8 @@ def rewritten(change: Callable[[list[str]], list[str]], *place: int) -> Change:
     return forge
 
 
-def removed(*names: str) -> Change:
-    return lambda run: [(run / "digests" / name).unlink() for name in names]
+def removed(names: str) -> Change:
+    return lambda run: [path.unlink() for path in (run / "digests").glob(names)]
 
 
 def flipped(text: str) -> str:
@@ -174,13 +176,10 @@ def redone(*changes: Change) -> Change:
     def forge(run: Path) -> None:
         for change in changes:
             change(run)
-        counts: dict[str, dict[str, Any]] = {}
-        for path in sorted((run / "digests").glob("epoch-*")):
-            _, epoch, _, rank = path.stem.split("-")
+        for path in (run / "digests").glob("*.jsonl"):
             lines = path.read_bytes().splitlines()
-            counts.setdefault(rank, {})[epoch] = [len(lines), sum_of(lines)]
-        for rank, of_rank in counts.items():
-            (run / "digests" / f"count-{rank}.json").write_text(json.dumps(of_rank))
+            count = json.dumps([len(lines), sum_of(lines)])
+            path.with_suffix(".json").write_text(count)
 
     return forge
 
@@ -209,7 +208,7 @@ def setting(section: str, name: str, value: Any) -> Change:
 
 
 def other_cpu(run: Path) -> None:
-    for path in (run / "digests").glob("epoch-*"):
+    for path in (run / "digests").glob("*.jsonl"):
         path.write_text(path.read_text().replace('"cpu": "', '"cpu": "other '))
 
 
@@ -243,32 +242,32 @@ FORGED: dict[str, tuple[str, Change]] = {
     **{
         f"file of epoch {epoch}": (
             "whole",
-            removed(f"epoch-{epoch:04d}-rank-0000.jsonl"),
+            removed(f"epoch-{epoch:04d}-*.jsonl"),
         )
         for epoch in range(3)
     },
     **{
         f"rank 1 of epoch {epoch}": (
             "two",
-            removed(f"epoch-{epoch:04d}-rank-0001.jsonl"),
+            removed(f"epoch-{epoch:04d}-rank-0001-*.jsonl"),
         )
         for epoch in range(3)
     },
-    "all of rank 1": (
-        "two",
-        removed(
-            *(f"epoch-{epoch:04d}-rank-0001.jsonl" for epoch in range(3)),
-            "count-0001.json",
-        ),
+    "all of rank 1": ("two", removed("*-rank-0001-*")),
+    "a count": ("two", removed("epoch-0001-rank-0001-*.json")),
+    "rank 1 of a killed epoch": (
+        "killed two",
+        removed("epoch-0001-rank-0001-*.jsonl"),
     ),
-    "count of rank 1": ("two", removed("count-0001.json")),
-    "rank 1 of a killed epoch": ("killed two", removed("epoch-0001-rank-0001.jsonl")),
-    "rank 0 of a killed epoch": ("killed two", removed("epoch-0001-rank-0000.jsonl")),
+    "rank 0 of a killed epoch": (
+        "killed two",
+        removed("epoch-0001-rank-0000-*.jsonl"),
+    ),
     "rank 1 of a killed epoch cut": (
         "killed two",
         rewritten(lambda lines: lines[:2], 1, 1),
     ),
-    "a killed epoch": ("killed", removed("epoch-0001-rank-0000.jsonl")),
+    "a killed epoch": ("killed", removed("epoch-0001-*.jsonl")),
     "a killed epoch cut": ("killed", rewritten(lambda lines: lines[:-2], 1)),
     "appended with another hash": ("whole", appended(1, hash=flipped)),
     "appended with other finished tensors": ("whole", appended(1, finished=flipped)),

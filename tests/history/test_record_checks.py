@@ -178,9 +178,11 @@ def test_a_link_to_a_device_is_an_error_and_is_not_read(target: str, run: Path) 
 
 def test_places_that_the_run_does_not_have_are_findings_not_a_hang(run: Path) -> None:
     line = {"micro_batch": f"train-e0000-s{10**18}-m000", "hash": "0" * 32}
-    with (run / "digests" / "epoch-0000-rank-0000.jsonl").open("a") as file:
+    with first_file(run, "digests").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    (run / "digests" / f"epoch-{10**12}-rank-0000.jsonl").write_text("")
+    for ending, text in (("jsonl", ""), ("json", "[0, 0]")):
+        path = run / "digests" / f"epoch-{10**12}-rank-0000-a.{ending}"
+        path.write_text(text)
     result = audit(str(run), samples=0)
     (foreign,) = result["findings"]
     assert f"s{10**18}" in foreign["text"]

@@ -1,11 +1,11 @@
 """The record of what each rank handed out: hashes of its micro-batches.
 
-    RUN/digests/epoch-0003-rank-0001.jsonl      one file for each epoch and rank, which only grows:
+    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     a file for each epoch, rank and start, which only grows:
 
-    {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   a rank begins, maybe again
+    {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   what it was written by
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
 
-    RUN/digests/count-0001.json                 {epoch: [number of its lines, their sum]}, written after them
+    RUN/digests/epoch-0003-rank-0001-18c3.json      [number of its lines, their sum], written after them
 
 The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch reached the rank, and once the
 device stage has finished it on a CPU. The root of an epoch is a hash over the sorted lines of all ranks, so W does
@@ -26,7 +26,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,9 +48,9 @@ from raypipe.streaming.record.opened import sealed
 logger = logging.getLogger(__name__)
 
 DIGESTS = "digests"
-_FILE = re.compile(r"epoch-(\d{4,})-rank-(\d{4,})\.jsonl")
-_COUNTS = re.compile(r"count-(\d{4,})\.json")
+_FILE = re.compile(r"(epoch-(\d{4,})-rank-(\d{4,})-[0-9a-f]+)\.jsonl?")
 _PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
+_SUMS = 1 << 128
 _HASH = re.compile(r"[0-9a-f]{32}")
 _FLUSH_S = 1.0
 _FLUSH_REMOTE_S = (
@@ -79,13 +79,13 @@ class EpochRecord:
     Attributes:
         recorded: the hashes of each place, in the order of their starts; the newest count.
         starts: the lines of the starts that wrote it.
-        lines: the lines of each rank's file.
+        damaged: names of files with other lines than were written.
         num_unknown: number of lines that are objects of another kind.
     """
 
     recorded: dict[MicroBatchId, list[Hashes]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
-    lines: dict[int, list[bytes]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
     num_unknown: int = 0
 
     @property
@@ -106,7 +106,7 @@ def root_of(lines: Iterable[str]) -> str:
 def sum_of(lines: Iterable[bytes]) -> int:
     """Return a sum over the hashes of lines, in any order."""
     hashes = (hashlib.blake2b(line, digest_size=16).digest() for line in lines)
-    return sum(map(int.from_bytes, hashes)) % (1 << 128)
+    return sum(map(int.from_bytes, hashes)) % _SUMS
 
 
 def cpu_kind() -> str:
@@ -153,10 +153,9 @@ class DigestLog(Observer):
             "seal": sealed(record),
         }
         self._epoch = -1
+        self._path = ""  # without its ending
         self._lines = list[str]()
-        # number of lines of each epoch's file, and their sum
-        self._counts = dict[str, list[int]]()
-        self._is_counted = False  # whether all that is in the epoch's file is counted
+        self._written = (0, 0)  # number of lines in the file, and their sum
         self._is_synced = True
         # In object storage a file is written as a whole.
         self._content = b""
@@ -171,8 +170,9 @@ class DigestLog(Observer):
             if position.epoch != self._epoch:
                 self.flush(synced=True)
                 self._epoch = position.epoch
-                self._is_counted = False
-                self._lines = [json.dumps({**self._start, "time": time.time()}) + "\n"]
+                with self._best_effort():
+                    self._mend_counts()
+                self._begin_file()
             self._lines.append(
                 _line(position, batch.stream_hash.hex(), batch.finished_hash.hex())
             )
@@ -180,6 +180,22 @@ class DigestLog(Observer):
             is_due = time.monotonic() - self._flushed_at > flush_s
             if batch.ends_split or is_due:
                 self.flush(synced=batch.ends_split)
+
+    def _begin_file(self) -> None:
+        now = time.time()
+        name = f"epoch-{self._epoch:04d}-rank-{self._rank:04d}-{round(now * 1e6):x}"
+        self._path = f"{self._folder}/{name}"
+        self._lines = [json.dumps({**self._start, "time": now}) + "\n"]
+        self._written = (0, 0)
+        self._content = b""
+
+    def _mend_counts(self) -> None:
+        """Count again what this rank has of the epoch: a machine that was lost may have lost lines."""
+        folder = (self._filesystem, self._folder)
+        for path in recorded_files(folder).get((self._epoch, self._rank), []):
+            lines = _read(self._filesystem, f"{path}.jsonl").split(b"\n")[:-1]
+            if not _is_whole(lines, _read(self._filesystem, f"{path}.json")):
+                self._write_count(path, (len(lines), sum_of(lines)))
 
     def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
         """Write all lines before rank 0 records the same steps in metrics.jsonl, so that these never end later."""
@@ -199,60 +215,50 @@ class DigestLog(Observer):
         Args:
             synced: also wait until a local disk has them.
         """
-        with self._one_by_one, self._best_effort():
+        with self._one_by_one:
             if not self._lines and (self._is_synced or not synced):
                 return
             self._flushed_at = time.monotonic()
-            if not self._is_counted:
-                self._count_file()
-            self._is_counted = False
-            self._append("".join(self._lines).encode(), synced)
-            count = self._counts[str(self._epoch)]
-            count[0] += len(self._lines)
-            count[1] += sum_of(line[:-1].encode() for line in self._lines)
-            count[1] %= 1 << 128
-            self._lines.clear()
-            self._write_counts(json.dumps(self._counts))
-            self._is_counted = True
-
-    def _write_counts(self, counts: str) -> None:
-        path = f"{self._folder}/count-{self._rank:04d}.json"
-        if self._is_local:
-            # a crash leaves the old or the new one
-            new = Path(f"{path}.new")
-            new.write_text(counts)
-            new.replace(path)
-        else:
-            with without_retries():
-                write_synced(self._filesystem, path, counts.encode())
+            num, total = self._written
+            if not num:
+                with self._best_effort():
+                    # a file without a count was never written
+                    self._write_count(self._path, (0, 0))
+            unwritten = self._lines
+            with self._best_effort():
+                self._append("".join(unwritten).encode(), synced)
+                total += sum_of(line[:-1].encode() for line in unwritten)
+                self._written = (num + len(unwritten), total % _SUMS)
+                self._lines = []
+                self._write_count(self._path, self._written)
+            if self._lines and self._is_local:
+                # a part may be there, so all goes into another file, behind its own start
+                begin = 0 if num else 1
+                self._begin_file()
+                self._lines += unwritten[begin:]
 
     def _append(self, lines: bytes, synced: bool) -> None:
         """Append lines to the epoch's file; in object storage it is written as a whole."""
+        path = f"{self._path}.jsonl"
         if self._is_local:
-            path = Path(self._path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_whole(path, lines, synced)
+            append_whole(Path(path), lines, synced)
             self._is_synced = synced
         else:
             with without_retries():
-                write_synced(self._filesystem, self._path, self._content + lines)
+                write_synced(self._filesystem, path, self._content + lines)
             self._content += lines
 
-    @property
-    def _path(self) -> str:
-        return f"{self._folder}/epoch-{self._epoch:04d}-rank-{self._rank:04d}.jsonl"
-
-    def _count_file(self) -> None:
-        """Count what is in the epoch's file; a machine that was lost may have lost lines."""
-        if not self._counts:
-            path = f"{self._folder}/count-{self._rank:04d}.json"
-            self._counts = json.loads(_read(self._filesystem, path) or b"{}")
-        content = _read(self._filesystem, self._path)
-        if content and not content.endswith(b"\n"):
-            content += b"\n"
-        lines = content.split(b"\n")[:-1]
-        self._counts[str(self._epoch)] = [len(lines), sum_of(lines)]
-        self._content = content
+    def _write_count(self, path: str, count: tuple[int, int]) -> None:
+        if self._is_local:
+            # a crash leaves the old or the new one
+            new = Path(f"{path}.new")
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(count))
+            new.replace(f"{path}.json")
+        else:
+            with without_retries():
+                content = json.dumps(count).encode()
+                write_synced(self._filesystem, f"{path}.json", content)
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
@@ -280,32 +286,27 @@ def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
             return b""
 
 
-def recorded_files(folder: Folder) -> dict[tuple[int, int], str]:
-    """The files of a folder of digests, in order: (epoch, rank) → path; empty where there is none."""
-    matches = _files(folder, _FILE)
-    return {(int(match[1]), int(match[2])): path for match, path in matches}
-
-
-def recorded_counts(folder: Folder) -> dict[int, dict[int, tuple[int, int]]]:
-    """Return the number of lines that each rank has written, and their sum: rank → epoch → both."""
-    counts = {}
-    for match, path in _files(folder, _COUNTS):
-        of_rank = json.loads(_read(folder[0], path))
-        counts[int(match[1])] = {
-            int(epoch): (int(num), int(total))
-            for epoch, (num, total) in of_rank.items()
-        }
-    return counts
-
-
-def _files(folder: Folder, name: re.Pattern[str]) -> list[tuple[re.Match[str], str]]:
-    """The files of a folder whose names match, in order, with their paths."""
+def recorded_files(folder: Folder) -> dict[tuple[int, int], list[str]]:
+    """The files of a folder of digests, in order: (epoch, rank) → paths without their endings."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
         selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-        paths = sorted(info.path for info in filesystem.get_file_info(selector))
-    matches = ((name.fullmatch(path.rpartition("/")[2]), path) for path in paths)
-    return [(match, path) for match, path in matches if match]
+        names = sorted(info.base_name for info in filesystem.get_file_info(selector))
+    files: dict[tuple[int, int], list[str]] = {}
+    for match in filter(None, map(_FILE.fullmatch, names)):
+        of_rank = files.setdefault((int(match[2]), int(match[3])), [])
+        if (stem := f"{path}/{match[1]}") not in of_rank:
+            of_rank.append(stem)
+    return files
+
+
+def _is_whole(lines: Sequence[bytes], count: bytes) -> bool:
+    """Return whether a file has the lines that its count tells of; a crash may leave others behind them."""
+    try:
+        num, total = json.loads(count)
+        return bool(sum_of(lines[:num]) == total)
+    except (RecursionError, TypeError, ValueError):
+        return False
 
 
 def read_epoch(folder: Folder, epoch: int, fingerprint: str) -> EpochRecord:
@@ -318,11 +319,12 @@ def read_epoch(folder: Folder, epoch: int, fingerprint: str) -> EpochRecord:
         ConfigError: a file cannot be read.
     """
     record = EpochRecord()
-    for (number, rank), path in recorded_files(folder).items():
-        if number != epoch:
-            continue
-        content = _read(folder[0], path)
-        record.lines[rank] = content.split(b"\n")[:-1]
+    files = recorded_files(folder).items()
+    for path in [path for key, paths in files for path in paths if key[0] == epoch]:
+        content = _read(folder[0], f"{path}.jsonl")
+        lines = content.split(b"\n")[:-1]
+        if not _is_whole(lines, _read(folder[0], f"{path}.json")):
+            record.damaged.append(path.rpartition("/")[2])
         start: dict[str, Any] = {}
         for line in objects_of(content):
             if line.get("kind") == "start":

@@ -22,8 +22,7 @@ from raypipe.errors import SampleError
 from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.transform.decode.array import as_rgb
-from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.array import as_rgb, decoder_of
 from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.fields import (
     COLUMN,

@@ -54,7 +54,7 @@ class StreamWatchdog:
         ] = {}  # actor, task, rank or execution → its process
         # execution → time since which no rank has taken a block from it; rank → time of its last call
         self._still: dict[str, float] = {}
-        # of those that are still → the seconds after which processes are checked again
+        # execution or rank → the seconds after which processes are checked again
         self._look_after: dict[str, float] = {}
         self._looks: dict[str, Any] = {}  # node → its task
 

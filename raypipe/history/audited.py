@@ -18,6 +18,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.history.record_checks import damage_told
 from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
+from raypipe.history.step_maker import remade_of
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -223,7 +224,7 @@ class AuditedRecord:
             try:
                 if not self._is_open(stream):
                     continue
-                remade = stream.remade(place)
+                remade = remade_of(stream, place)
                 made = batch_hash(remade.host)
                 self.num_compared += 1
                 is_equal = self._is_equal("batch", place, made, hashes.stream)

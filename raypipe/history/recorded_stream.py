@@ -10,7 +10,6 @@ from typing import Any
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
-from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.importing import check_named_code
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
@@ -142,16 +141,6 @@ class RecordedStream:
         check_named_code(named, self._run_uri.removeprefix("file://"), self._trusts)
         check_named_addresses(named, self._run_uri, self._trusts)
         return named
-
-    @functools.cached_property
-    def maker(self) -> StepMaker:
-        """What makes its micro-batches again."""
-        return StepMaker(self.spec, self.augment, self.record.dtype or "")
-
-    def remade(self, place: MicroBatchId) -> Remade:
-        """Return a micro-batch, without the samples that the run could not use."""
-        bad = {sample.index: sample.error for sample in self.bad_samples(place)}
-        return Remade(self.maker, place, bad)
 
     @functools.cached_property
     def plan(self) -> Plan:

@@ -24,7 +24,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.history.recorded import RecordedRun, open_run
 from raypipe.history.sample_table import sample_rows
-from raypipe.history.step_maker import Remade
+from raypipe.history.step_maker import Remade, remade_of
 from raypipe.plan.places import MicroBatchId, Split
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Replay:
                 f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
                 "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
             )
-        return stream.remade(place)
+        return remade_of(stream, place)
 
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None

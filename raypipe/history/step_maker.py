@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
+from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
@@ -109,3 +111,15 @@ class Remade:
     def finished(self) -> Batch:
         """The batch as the model saw it: augmented, mixed and normalized by the device stage."""
         return self.maker.stage(self.arrived, self.maker.strength_at(self.place))
+
+
+def remade_of(stream: RecordedStream, place: MicroBatchId) -> Remade:
+    """Return a micro-batch of a recorded stream, without the samples that the run could not use."""
+    if stream not in _makers:
+        dtype = stream.record.dtype or ""
+        _makers[stream] = StepMaker(stream.spec, stream.augment, dtype)
+    bad = {sample.index: sample.error for sample in stream.bad_samples(place)}
+    return Remade(_makers[stream], place, bad)
+
+
+_makers = weakref.WeakKeyDictionary[RecordedStream, StepMaker]()

@@ -135,7 +135,7 @@ class AuditedRecord:
     # The record by itself
 
     def check_record(self) -> None:
-        """Check that all lines are there, and are of the run, and that hashes agree."""
+        """Check that no line is missing or foreign, and that hashes agree."""
         trained = [start.workers for start in self._run.starts if start.has_trained]
         ranks = {rank for _, rank in self._files}
         for rank in range(max(trained, default=1)):

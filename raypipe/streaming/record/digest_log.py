@@ -153,7 +153,7 @@ class DigestLog(Observer):
             "seal": sealed(record),
         }
         self._epoch = -1
-        self._path = ""  # without its ending
+        self._path = ""
         self._lines = list[str]()
         self._written = (0, 0)  # number of lines in the file, and their sum
         self._is_synced = True
@@ -301,7 +301,7 @@ def recorded_files(folder: Folder) -> dict[tuple[int, int], list[str]]:
 
 
 def _is_whole(lines: Sequence[bytes], count: bytes) -> bool:
-    """Return whether a file has the lines that its count tells of; a crash may leave others behind them."""
+    """Return whether a file has all lines that were counted; a crash may leave others behind them."""
     try:
         num, total = json.loads(count)
         return bool(sum_of(lines[:num]) == total)

@@ -168,7 +168,7 @@ class History:
             )
         draws: dict[int, list[SampleDraw]] = {index: [] for index in indices}
         errors = dict.fromkeys(indices, "")
-        for index, place in plan.places_of_all(indices, split):
+        for index, place in plan.places_of(indices, split):
             bad = self._bad.get(place.micro_batch, {}).get(index)
             draws[index].append(self._draw(place, bad))
         for at, of_place in self._bad.items():

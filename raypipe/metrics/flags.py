@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raypipe.metrics.records import Folder, write_file
+from raypipe.metrics.records import RunFolder, write_file
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input
 
 FLAGS = "flags"
 
 
-def write_flag(folder: Folder, place: MicroBatchId, flag: dict[str, Any]) -> None:
+def write_flag(folder: RunFolder, place: MicroBatchId, flag: dict[str, Any]) -> None:
     """Add a flag to those of a micro-batch; the same reason again replaces the earlier one.
 
     Args:

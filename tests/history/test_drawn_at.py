@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "plan": {"mixture": {0: {"a": 1, "b": 2}, 1: {"a": 3, "b": 1}}, "weights": 0.5},
         "train": ["a", "b"],
     },
-    "windows": {"train": "a.parquet", "plan": {"window_groups": 2}},
+    "windows": {"train": "a.parquet", "plan": {"shuffle": 2}},
     "buckets": {
         "plan": {"buckets": ["8x10", "10x8"], "aug_repeats": 2, "shuffle": "global"},
         "train": "a.parquet",

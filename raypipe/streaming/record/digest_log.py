@@ -38,7 +38,7 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import Folder, append_whole, objects_of
+from raypipe.metrics.records import RunFolder, append_whole, objects_of
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
@@ -129,7 +129,7 @@ class DigestLog(Observer):
 
     def __init__(
         self,
-        folder: Folder | None,
+        folder: RunFolder | None,
         record: Mapping[str, Any],
         rank: int,
         world_size: int,
@@ -286,7 +286,7 @@ def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
             return b""
 
 
-def recorded_files(folder: Folder) -> dict[tuple[int, int], list[str]]:
+def recorded_files(folder: RunFolder) -> dict[tuple[int, int], list[str]]:
     """The files of a folder of digests, in order: (epoch, rank) → paths without their endings."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
@@ -309,7 +309,7 @@ def _is_whole(lines: Sequence[bytes], count: bytes) -> bool:
         return False
 
 
-def read_epoch(folder: Folder, epoch: int, fingerprint: str) -> EpochRecord:
+def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
     """Read all ranks' record of an epoch, in a folder of digests.
 
     Args:

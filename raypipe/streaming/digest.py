@@ -180,7 +180,7 @@ def plain_settings(
     of_plan = dataclasses.asdict(spec.plan.config)
     of_plan["sampler"] = sampler and sampler_content(sampler)
     endings = {split: ending.described for split, ending in spec.endings.items()}
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, Any] = {
         "plan": of_plan,
         "transform": dataclasses.asdict(spec.transform),
         "column": spec.columns.described(),

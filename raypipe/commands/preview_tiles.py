@@ -96,7 +96,8 @@ class Preview:
         self, remade: Remade
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Images (B, H, W, C) of a micro-batch by stage or crop; and masks and the like behind the last stage."""
-        arrived, fed = remade.arrived, remade.finished
+        arrived = remade.arrived
+        fed = remade.finished
         if arrived.views:
             return self._crops(fed), {}
         moved = {name: fed.fields[name].numpy() for name in self._targets}

@@ -344,7 +344,8 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
 
 def _hashes_in(line: dict[str, Any], start: dict[str, Any]) -> Hashes | None:
     """Return the hashes of a micro-batch's line; None = it has none."""
-    stream, finished = line.get("hash"), line.get("finished", "")
+    stream = line.get("hash")
+    finished = line.get("finished", "")
     if not _HASH.fullmatch(str(stream)) or not _HASH.fullmatch(str(finished or stream)):
         return None
     return Hashes(str(stream), str(finished), start)

@@ -670,7 +670,7 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log: what else the run's folder gets: "samples", the sample indices of every micro-batch, in samples.jsonl
             (the ranks then wait for each other at every step); "digest", a hash of every micro-batch, as the model
-            gets it, in digests/, and a root of all hashes at each epoch's end, for `raypipe audit`.
+            gets it, in digests/, for `raypipe audit`, which gives each epoch a root, a hash over all hashes.
         trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
             Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
     """

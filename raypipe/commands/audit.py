@@ -98,7 +98,9 @@ def print_audit(result: dict[str, Any]) -> None:
         if name not in ("run_dir", "epochs", "findings", "differences", "ok")
         and value not in ("", None)
     }
-    rows["epochs"] = len(result["epochs"])
+    epochs = result["epochs"].values()
+    num_whole = sum(epoch["is_complete"] for epoch in epochs)
+    rows["epochs"] = f"{len(epochs)}, {num_whole} with all of their micro-batches"
     if "seed" in rows:
         rows["seed"] = str(rows["seed"])
     print_table(result["run_dir"], rows)

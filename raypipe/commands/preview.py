@@ -98,6 +98,7 @@ def preview(
         ConfigError: there is nothing to show, too much, or no place to write it.
     """
     from raypipe.commands.preview_tiles import Preview
+    from raypipe.history.step_maker import StepMaker
 
     if output[-4:].lower() != ".png" or not Path(output).parent.is_dir():
         raise ConfigError(
@@ -106,7 +107,7 @@ def preview(
     store = spec.stores["train"]
     _check_indices(indices or [], store)
     augment = augment or AugmentConfig()
-    shown = Preview(spec, augment)
+    shown = Preview(StepMaker(spec, augment))
     indices = indices or _first_of(spec.plan, min(samples, len(store)))
     config = spec.plan.config
     epochs = min(epochs, config.epochs)

@@ -17,24 +17,16 @@ import numpy as np
 import torch
 
 from raypipe.commands.picture import Tile
-from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mix
-from raypipe.device.prefetcher import on_device
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.array import as_rgb, decoder_of
 from raypipe.transform.decode.rgb import stored_bytes
-from raypipe.transform.ending import normalization
 from raypipe.transform.fields import (
     COLUMN,
-    IMAGE,
     LABEL,
-    VIEW,
     MicroBatch,
     Ragged,
     in_group,
@@ -42,37 +34,26 @@ from raypipe.transform.fields import (
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
 
-_CPU = torch.device("cpu")
-
 
 class Preview:
-    """Makes tiles for samples of a stream's training store."""
+    """Makes tiles for samples of a stream's training store.
 
-    def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
-        self._ending = spec.endings.get("train")
-        augment = normalization(augment, self._ending) or augment
+    Args:
+        maker: makes the stream's micro-batches.
+    """
+
+    def __init__(self, maker: StepMaker) -> None:
+        self.maker = maker
+        spec = maker.spec
         self.plan = spec.plan
         self.store = spec.stores["train"]
-        self.augment = augment
+        self._ending = spec.endings.get("train")
         self._columns = spec.columns
         self._wanted = spec.wanted
         self._targets = spec.transform.target_columns
-        # Any number of bad samples is shown.
-        self._config = replace(spec.transform, max_bad_fraction=1)
-        spec = replace(spec, transform=self._config)
-        self._maker = MicroBatchMaker(spec)
-        self._decoding = (
-            Decoding(spec, _CPU) if spec.transform.decode == "device" else None
-        )
-        batches = spec.device_input
-        self._device = DeviceAugment(
-            augment,
-            _CPU,
-            targets=batches.targets,
-            views=batches.has_views,
-            has_label=batches.has_target,
-            target=batches.target,
-        )
+        self._config = spec.transform
+        # an augmentation that cannot be built is an error at once
+        _ = maker.stage.augment
 
     def tiles(
         self, indices: list[int], epochs: list[int]
@@ -86,14 +67,12 @@ class Preview:
             for micro_batch in dict.fromkeys(
                 micro_batch for micro_batch, _ in draws if micro_batch is not None
             ):
-                batch = self._maker.batch(micro_batch)
-                if self._decoding:
-                    batch = self._decoding.to_pixels(batch)
-                images, mixed, moved = self.stages(batch)
+                remade = Remade(self.maker, micro_batch)
+                images, moved = self.stages(remade)
                 names = [*images]
                 for row, (drawn_in, position) in zip(rows, draws, strict=True):
                     if drawn_in == micro_batch:
-                        row += self._of_row(batch, images, mixed, moved, position)
+                        row += self._of_row(remade, images, moved, position)
             for row, (drawn_in, _) in zip(rows, draws, strict=True):
                 if drawn_in is None:
                     reason = "not drawn in this epoch"
@@ -101,56 +80,37 @@ class Preview:
         return rows, names
 
     def of_micro_batch(
-        self, batch: MicroBatch, num_rows: int
+        self, remade: Remade, num_rows: int
     ) -> tuple[list[list[Tile]], list[str]]:
         """The tiles of the first rows of a micro-batch, as the CPU made it and as the model sees it; and their
         names."""
-        if self._decoding:
-            batch = self._decoding.to_pixels(batch)
-        images, mixed, moved = self.stages(batch)
+        images, moved = self.stages(remade)
         tiles = [
-            self._of_row(batch, images, mixed, moved, row)
-            for row in range(min(num_rows, len(batch.index)))
+            self._of_row(remade, images, moved, row)
+            for row in range(min(num_rows, len(remade.host.index)))
         ]
         return tiles, [*images]
 
     @torch.no_grad()
     def stages(
-        self, batch: MicroBatch
-    ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
-        """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
-        and the like as they are behind the last stage."""
-        micro_batch = batch.position
-        strength = self.augment.strength_at(
-            self.plan.progress(self.plan.global_step(micro_batch))
-        )
-        if batch.arrays(VIEW):
-            return self._augmented_views(batch, strength), None, {}
-        (on_cpu,) = on_device([batch], _CPU, self.plan.micro_batch_seed)
-        fed = self._device.of_batch(on_cpu, strength)
+        self, remade: Remade
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Images (B, H, W, C) of a micro-batch by stage or crop; and masks and the like behind the last stage."""
+        arrived = remade.arrived
+        fed = remade.finished
+        if arrived.views:
+            return self._crops(fed), {}
         moved = {name: fed.fields[name].numpy() for name in self._targets}
-        transformed = batch[IMAGE]
-        if self._is_normalized:
-            transformed = self._shown(on_cpu.image)
-        return (
-            {"transformed": transformed, "augmented": self._shown(fed.image)},
-            fed.mix,
-            moved,
-        )
+        return {
+            "transformed": self._shown(arrived.image, self._is_normalized),
+            "augmented": self._shown(fed.image),
+        }, moved
 
-    def _augmented_views(
-        self, batch: MicroBatch, strength: float
-    ) -> dict[str, np.ndarray]:
+    def _crops(self, fed: Batch) -> dict[str, np.ndarray]:
         """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""
-        channels_first = {
-            name: torch.from_numpy(view).movedim(-1, -3)
-            for name, view in batch.arrays(VIEW).items()
-        }
-        seed = self.plan.micro_batch_seed(batch.position)
-        augmented = self._device.of_views(channels_first, seed=seed, strength=strength)
         images: dict[str, np.ndarray] = {}
         crops: dict[str, np.ndarray] = {}
-        for name, view in augmented.items():
+        for name, view in fed.views.items():
             if view.ndim == 4:
                 images[name] = self._shown(view)
                 continue
@@ -163,23 +123,16 @@ class Preview:
         """True if the CPU normalizes."""
         return self._ending is not None and not self._ending.on_device
 
-    def _shown(self, image: torch.Tensor) -> np.ndarray:
-        """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
-        by = (
-            self._ending
-            if self._ending is not None and self._is_normalized
-            else self._device.config
-        )
-        mean, std = (
-            torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
-        )
-        return (
-            ((image * std + mean).clamp(0, 1) * 255)
-            .round()
-            .byte()
-            .permute(0, 2, 3, 1)
-            .numpy()
-        )
+    def _shown(self, image: torch.Tensor, is_normalized: bool = True) -> np.ndarray:
+        """Images (B, C, H, W), normalized floats or not → (B, H, W, C), uint8 if they were normalized."""
+        config = self.maker.stage.config
+        by = self._ending if self._is_normalized or config is None else config
+        if by is not None and is_normalized and image.is_floating_point():
+            mean, std = (
+                torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
+            )
+            image = ((image * std + mean).clamp(0, 1) * 255).round().byte()
+        return image.permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
         sample = read_samples(self.store, np.array([index]), self._wanted)[0]
@@ -203,13 +156,14 @@ class Preview:
 
     def _of_row(
         self,
-        batch: MicroBatch,
+        remade: Remade,
         images: dict[str, np.ndarray],
-        mixed: Mix | None,
         moved: dict[str, np.ndarray],
         row: int,
     ) -> list[Tile]:
         """The tiles of a sample in an epoch; the last one has the targets that a module has moved with it."""
+        batch = remade.host
+        mixed = remade.finished.mix
         # Copies: a view would keep its whole micro-batch in memory.
         targets: dict[str, Any] = {
             name: batch[name][row].copy() for name in self._targets
@@ -219,7 +173,7 @@ class Preview:
             for image in images.values()
         ]
         tiles[0] = replace(tiles[0], lines=self._place(batch, row))
-        if IMAGE in batch.fields:
+        if not remade.arrived.views:
             label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
             if mixed is not None:
                 kind = "CutMix" if mixed.is_cutmix else "MixUp"

@@ -192,25 +192,20 @@ def _tiles(
 ) -> tuple[list[list[Tile]], list[str]]:
     """The tiles of each sample of a micro-batch, above its place, its numbers and its partner; and their names."""
     from raypipe.commands.preview_tiles import Preview
-    from raypipe.config import AugmentConfig
 
-    stream = replay.run.start_at(place).stream
-    preview = Preview(stream.spec, stream.augment or AugmentConfig())
-    tiles, names = preview.of_micro_batch(replay.on_cpu(place), room)
-    groups = []
-    for row, group in zip(replay.samples_of(place), tiles, strict=False):
-        label = row["label"] if row["class"] is None else row["class"]
-        shown = "" if label is None else f": {label}"
-        first = (f"step {row['step']}, sample {row['index']}{shown}", *row["drawn"])
-        last = [*filter(None, [row["mixed"]]), *row["augmented"]]
-        group[0] = changed(group[0], lines=tuple(map(_line, first)))
-        if len(group) > 1:
-            lines = (*group[-1].lines, *map(_line, last))
-            group[-1] = changed(group[-1], lines=lines)
-        groups.append(group)
-    if stream.augment is None and "augmented" in names:
+    remade = replay.remade(place)
+    groups, names = Preview(remade.maker).of_micro_batch(remade, room)
+    if remade.maker.stage.config is None and "augmented" in names:
         # the model saw what the CPU made
-        return [group[:1] for group in groups], names[:1]
+        groups, names = [group[:1] for group in groups], names[:1]
+    for row, group in zip(replay.samples_of(place), groups, strict=False):
+        title = " ".join([f"step {row['step']}, sample {row['index']}", *_label(row)])
+        lines = [title, *map(_line, row["drawn"])]
+        group[0] = changed(group[0], lines=lines)
+        if len(group) > 1:
+            last = [*filter(None, [row["mixed"]]), *row["augmented"]]
+            lines = [*group[-1].lines, *map(_line, last)]
+            group[-1] = changed(group[-1], lines=lines)
     return groups, names
 
 
@@ -218,12 +213,11 @@ def _line(entry: Any) -> str:
     """A text, or an operation or a partner with its numbers, on one line."""
     if isinstance(entry, str):
         return entry
-    texts = [entry.get("view", ""), entry.get("op", "mixed with")]
-    for name, value in entry.items():
-        if name not in ("op", "view") and value is not None:
-            texts.append(
-                _numbers(value) if name == "numbers" else f"{name} {_numbers(value)}"
-            )
+    named = {"op": "mixed with", **entry}
+    texts = [named.pop("view", ""), named.pop("op")]
+    for name, value in named.items():
+        if value is not None:
+            texts.append(f"{name} {_numbers(value)}")
     return " ".join(filter(None, texts))
 
 
@@ -238,36 +232,39 @@ def print_replay(result: dict[str, Any]) -> None:
     """Print a table of samples, or where two runs part."""
     for sentence in result["differences"]:
         print(f"changed: {sentence}")
-    heading = result["run_dir"]
-    names = ["micro_batches", "rows", "no_picture", "pictured", "output"]
     if "samples" in result:
-        cells = [_cells(row) for row in result["samples"]]
-        print_rows(list(_COLUMNS), cells)
+        print_rows(list(_COLUMNS), [_cells(row) for row in result["samples"]])
+    heading = result["run_dir"]
     if "with" in result:
         heading += f" and {result['with']}"
-        names = ["equal", "settings", "order", "compared_steps", "pixels", "made_steps"]
-        names += ["loss", "unknown"]
         settings = result["settings"].items()
         made = ", ".join(map(str, result["made_steps"]))
         pairs = {name: tuple(pair) for name, pair in settings}
         result = result | {"settings": pairs, "made_steps": made}
-    rows = {name: result.get(name) for name in names}
-    shown = {name: rows[name] for name in names if rows[name] not in (None, "", {})}
-    print_table(heading, shown)
+    rows = {
+        name: value
+        for name, value in result.items()
+        if name not in ("run_dir", "with", "differences", "samples")
+        and value not in (None, "", {})
+    }
+    print_table(heading, rows)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """The texts of a row's columns."""
-    label = "" if row["label"] is None else str(row["label"])
-    if row["class"] not in (None, label):
-        label = f"{label} {row['class']}"
     drawn = [*row["drawn"], *row["augmented"], *filter(None, [row["mixed"]])]
     if row["bad"]:
         drawn.insert(0, f"stands in for a bad sample ({row['bad']})")
     texts = {
-        "label": label,
+        "label": " ".join(_label(row)),
         "weight": f"{row['weight']:g}",
         "seed": row["seed"][:_SEED_LETTERS],
         "drawn": "; ".join(map(_line, drawn)),
     }
     return [texts.get(name, str(row[name])) for name in _COLUMNS]
+
+
+def _label(row: dict[str, Any]) -> list[str]:
+    """The label of a row and the name of its class, as far as there are any."""
+    values = (row["label"], row["class"])
+    return [*dict.fromkeys(str(value) for value in values if value is not None)]

@@ -58,8 +58,6 @@ def when(
     """
     from raypipe.history.drawn_at import History
     from raypipe.history.recorded import given_of, open_run
-    from raypipe.metrics.flags import read_flags
-    from raypipe.storage.filesystem import as_uri
 
     if [bool(sample), bad, flagged].count(True) != 1:
         raise ConfigError(
@@ -74,7 +72,7 @@ def when(
     if bad:
         samples = history.bad()
     elif flagged:
-        flags = read_flags(as_uri(run.address))
+        flags = history.flags()
     else:
         samples = [history.of(index_or_name(sample), split)]
     return {
@@ -103,43 +101,36 @@ def print_when(result: dict[str, Any]) -> None:
     for sentence in result["differences"]:
         print(f"note: {sentence}")
     samples = result["samples"]
-    if result["flags"] is not None:
-        _print_named(["epoch", "step", "rank", "micro", "reason"], result["flags"])
-    elif len(samples) == 1:
-        _print_draws(samples[0])
-    else:
+    rows = result["flags"]
+    names = ["epoch", "step", "rank", "micro", "reason"]
+    if rows is None and len(samples) == 1:
+        names[-1:] = ["row", "state"]
+        rows = _states(samples[0])
+    elif rows is None:
         names = ["index", "name", "split", "num_drawn", "num_to_come", "steps", "error"]
-        steps = [[draw["step"] for draw in sample["draws"]] for sample in samples]
-        rows = [
-            {**sample, "steps": " ".join(map(str, of_sample[:_NUM_STEPS]))}
-            for sample, of_sample in zip(samples, steps, strict=True)
-        ]
-        _print_named(names, rows)
-
-
-def _print_named(names: list[str], rows: list[dict[str, Any]]) -> None:
-    """Print some values of each row by their names."""
-    if rows:
-        header = [name.removeprefix("num_").replace("_", " ") for name in names]
-        print_rows(header, [[str(row[name]) for name in names] for row in rows])
-    else:
+        rows = []
+        for sample in samples:
+            steps = [str(draw["step"]) for draw in sample["draws"][:_NUM_STEPS]]
+            rows.append({**sample, "steps": " ".join(steps)})
+    if not rows:
         print("none")
+        return
+    header = [name.removeprefix("num_").replace("_", " ") for name in names]
+    print_rows(header, [[str(row[name]) for name in names] for row in rows])
 
 
-def _print_draws(sample: dict[str, Any]) -> None:
-    """Print a sample's draws, those around the run's place if there are many."""
+def _states(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Print a sample, and return its draws with their states, those around the run's place if there are many."""
     name = f" ({sample['name']})" if sample["name"] else ""
     error = f", bad: {sample['error']}" if sample["error"] else ""
     print(f"sample {sample['index']}{name}{error}")
     print(f"drawn {sample['num_drawn']} times, {sample['num_to_come']} to come")
     draws = sample["draws"]
     first = max(0, min(sample["num_drawn"] - _MAX_ROWS // 2, len(draws) - _MAX_ROWS))
-    rows = [
-        {**draw, "state": _state(draw)} for draw in draws[first : first + _MAX_ROWS]
-    ]
-    _print_named(["epoch", "step", "rank", "micro", "row", "state"], rows)
-    if len(draws) > len(rows):
-        print(f"{len(draws) - len(rows)} more: --json has all")
+    shown = draws[first : first + _MAX_ROWS]
+    if len(draws) > len(shown):
+        print(f"{len(draws) - len(shown)} more: --json has all")
+    return [{**draw, "state": _state(draw)} for draw in shown]
 
 
 def _state(draw: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from raypipe.streaming.hashes import batch_hash
 _FREE = ("workers", "actors", "from_step", "to_step")
 # Draws that are compared at most, which takes some seconds.
 _MAX_DRAWS = 1 << 22
-_CHUNK = 1 << 16  # draws that are compared at once
 # Steps whose pixels are compared: the first, and those at the begin of epochs.
 _MAX_MADE = 8
 
@@ -27,6 +26,8 @@ class Steps(Protocol):
     """A run and the batches of its steps: a `Replay`."""
 
     run: RecordedRun
+
+    def __len__(self) -> int: ...
 
     def __getitem__(self, step: int, /) -> Any: ...
 
@@ -42,17 +43,18 @@ def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
     """
     order, compared_steps = first_other_draws(first.run.plan, second.run.plan)
     # until the order parts, else the first and those that begin epochs
-    num_steps = (
-        min(first.run.num_steps, second.run.num_steps) if order is None else order - 1
-    )
+    num_steps = min(len(first), len(second)) if order is None else order - 1
     begins = range(1, num_steps + 1, max(1, first.run.plan.steps_per_epoch))
-    made = list(begins[:_MAX_MADE])
+    made: list[int] = []
     pixels = None
     unknown = ""
     try:
-        pixels = next(
-            (step for step in made if _parts(first[step], second[step])), None
-        )
+        for step in begins[:_MAX_MADE]:
+            hashes = [[*map(batch_hash, run[step])] for run in (first, second)]
+            made.append(step)
+            if hashes[0] != hashes[1]:
+                pixels = step
+                break
     except RaypipeError as error:
         made = []
         unknown = str(error)
@@ -83,29 +85,19 @@ def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:
     num_steps = min(plan.config.epochs * plan.steps_per_epoch for plan in (one, other))
     if one.fingerprint == other.fingerprint:
         return None, num_steps
-    if one.global_batch_size != other.global_batch_size:
-        return 1, 1
-    per_step = one.global_batch_size
-    num_steps = min(num_steps, -(-_MAX_DRAWS // per_step))
-    for first in range(0, num_steps * per_step, _CHUNK):
-        positions = np.arange(first, min(first + _CHUNK, num_steps * per_step))
-        drawn = (_drawn(plan, positions) for plan in (one, other))
-        if (differs := np.not_equal(*drawn).any(axis=1)).any():
-            step = (first + int(differs.argmax())) // per_step + 1
-            return step, step
+    num_steps = min(num_steps, max(1, _MAX_DRAWS // one.global_batch_size))
+    for step in range(num_steps):
+        if not np.array_equal(_drawn(one, step), _drawn(other, step)):
+            return step + 1, step + 1
     return None, num_steps
 
 
-def _drawn(plan: Plan, positions: np.ndarray) -> np.ndarray:
-    """The samples and their keys at positions that are counted through all epochs, (n, 3)."""
-    draws = plan.draw_epoch(0, positions)
+def _drawn(plan: Plan, step: int) -> np.ndarray:
+    """The samples and their keys of a step that is counted from 0 through all epochs, (n, 3)."""
+    first = step * plan.global_batch_size
+    draws = plan.draw_epoch(0, np.arange(first, first + plan.global_batch_size))
     keys = plan.sample_keys("train", draws)
     return np.column_stack([draws.indices.astype(np.uint64), keys])
-
-
-def _parts(one: list[Any], other: list[Any]) -> bool:
-    """Return whether the micro-batches of a step differ."""
-    return [*map(batch_hash, one)] != [*map(batch_hash, other)]
 
 
 def _losses(run: RecordedRun) -> dict[int, float]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.history.record_checks import damage_told, whole_number
+from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
 from raypipe.history.recorded_stream import BadSample
+from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import exists, join_address, open_filesystem
+from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.scan import names_in
 
@@ -100,13 +100,10 @@ class History:
         }
         self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
-        filesystem, path = open_filesystem(folder or run.address)
-        selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-        for info in filesystem.get_file_info(selector) if folder else ():
-            if info.base_name.endswith(".jsonl"):
-                place = run.place_of(info.base_name.removesuffix(".jsonl"))
-                samples = run.stream.bad_samples(place)
-                self._bad[place] = {sample.index: sample for sample in samples}
+        for name in _names_in(folder) if folder else ():
+            place = run.place_of(name)
+            samples = run.stream.bad_samples(place)
+            self._bad[place] = {sample.index: sample for sample in samples}
 
     def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the draws of a sample.
@@ -135,6 +132,20 @@ class History:
                 found += self._of_indices(indices, split)
         return found
 
+    def flags(self) -> list[dict[str, Any]]:
+        """Read all micro-batches that the loop has flagged, in the order of the run's steps."""
+        folder = join_address(as_uri(self._run.address), FLAGS)
+        flags = []
+        for name in _names_in(folder):
+            address = join_address(folder, f"{name}.jsonl")
+            with damage_told(address):
+                for flag in read_lines(address):
+                    for number in ("epoch", "step", "rank", "micro"):
+                        whole_number(flag[number], number)
+                    place = (flag["step"], name, float(flag["time"]))
+                    flags.append((place, {**flag, "reason": str(flag["reason"])}))
+        return [flag for _, flag in sorted(flags, key=itemgetter(0))]
+
     def _store(self, split: Split) -> Store:
         store = self._run.spec.stores.get(split)
         if store is None:
@@ -144,53 +155,43 @@ class History:
     def _of_indices(self, indices: Sequence[int], split: Split) -> list[SampleHistory]:
         """The histories of several samples, in one pass over the run's draws."""
         store = self._store(split)
-        num_epochs = self._run.plan.config.epochs
+        plan = self._run.plan
         for index in indices:
             if not 0 <= index < len(store):
                 raise ConfigError(
                     f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
                 )
-        if num_epochs > _MAX_EPOCHS:
+        if plan.config.epochs > _MAX_EPOCHS:
             raise ConfigError(
-                f"{self._run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
+                f"{self._run.address} has {plan.config.epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} "
+                "at most"
             )
-        errors = {
-            index: bad.error
-            for at, of_place in self._bad.items()
-            for index, bad in of_place.items()
-            if at.split == split
-        }
-        found = self._draws_of(indices, split)
-        histories = []
-        for index in indices:
-            draws = sorted(found[index], key=_ORDER)
-            num = sum(draw.has_come for draw in draws)
-            name = name_of(store, index)
-            error = errors.get(index, "")
-            histories.append(
-                SampleHistory(index, name, split, error, num, len(draws) - num, draws)
-            )
-        return histories
-
-    def _draws_of(
-        self, indices: Sequence[int], split: Split
-    ) -> dict[int, list[SampleDraw]]:
-        """The plan's draws of samples, and the recorded ones of bad samples that they have replaced."""
-        plan = self._run.plan
-        draws = defaultdict[int, list[SampleDraw]](list)
+        draws: dict[int, list[SampleDraw]] = {index: [] for index in indices}
+        errors = dict.fromkeys(indices, "")
         for index, place in plan.places_of(indices, split):
             bad = self._bad.get(place.micro_batch, {}).get(index)
             draws[index].append(self._draw(place, bad))
         for at, of_place in self._bad.items():
-            for sample in of_place.values():
-                other = sample.substitute
-                if at.split == split and other is not None and other in indices:
-                    rows = np.flatnonzero(plan.indices(at) == sample.index)
-                    draws[other] += [
-                        self._draw(SamplePlace(at, row), instead_of=sample.index)
-                        for row in rows.tolist()
+            for bad in of_place.values() if at.split == split else ():
+                errors[bad.index] = bad.error
+                if bad.substitute in draws:
+                    rows = np.flatnonzero(plan.indices(at) == bad.index).tolist()
+                    draws[bad.substitute] += [
+                        self._draw(SamplePlace(at, row), instead_of=bad.index)
+                        for row in rows
                     ]
-        return draws
+        histories = []
+        for index, of_index in draws.items():
+            of_index.sort(key=_ORDER)
+            name = name_of(store, index)
+            num = sum(draw.has_come for draw in of_index)
+            num_left = len(of_index) - num
+            histories.append(
+                SampleHistory(
+                    index, name, split, errors[index], num, num_left, of_index
+                )
+            )
+        return histories
 
     def _draw(
         self,
@@ -217,6 +218,14 @@ class History:
         )
 
 
+def _names_in(folder: str) -> list[str]:
+    """The names of a folder's files of JSON lines."""
+    filesystem, path = open_filesystem(folder)
+    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+    names = (info.base_name for info in filesystem.get_file_info(selector))
+    return [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
+
+
 def index_of(store: Store, name: str) -> int:
     """Find a sample by its column `name`, or by its place in the store, in a pass over all of them.
 
@@ -227,23 +236,23 @@ def index_of(store: Store, name: str) -> int:
         ConfigError: there is no such sample, or there are several.
     """
     ends = (f"/{name}", f" {name}")
-    for names in (
-        names_in(store),
-        (name_of(store, index) for index in range(len(store))),
-    ):
-        found: dict[int, str] = {}
+    of_rows = (name_of(store, index) for index in range(len(store)))
+    for names in (names_in(store), of_rows):
+        found: list[int] = []
         for index, full_name in enumerate(map(str, names)):
             if full_name == name:
                 return index
             if full_name.endswith(ends):
-                found[index] = full_name
+                found.append(index)
         if len(found) == 1:
-            return min(found)
+            return found[0]
         if found:
-            some = [f"{index} ({name_of(store, index)})" for index in found]
+            some = [
+                f"{index} ({name_of(store, index)})" for index in found[:_NUM_NAMED]
+            ]
             raise ConfigError(
                 f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as "
-                f"{', '.join(some[:_NUM_NAMED])}: give the index, or more of the name"
+                f"{', '.join(some)}: give the index, or more of the name"
             )
     first = name_of(store, 0)
     raise ConfigError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.storage.files import read_whole
 
 MAX_NUMBER = 1 << 62
 """Numbers of samples, steps and ranks in a record are below it."""
@@ -36,6 +38,12 @@ def damage_told(where: str) -> Iterator[None]:
         raise ConfigError(
             f"{where} is damaged, or raypipe did not write it ({text}): restore the file from a copy"
         ) from error
+
+
+def read_lines(address: str) -> list[Any]:
+    """Return the values of a file of JSON lines; empty where there is none."""
+    with damage_told(address):
+        return [json.loads(line) for line in (read_whole(address) or b"").splitlines()]
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, StoreError
-from raypipe.history.record_checks import damage_told, whole_number
+from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.importing import check_named_code
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import (
+    StoreRecord,
     StreamRecord,
-    parts_of,
+    recorded_stores,
     rewritten,
     written_files,
 )
@@ -197,13 +196,23 @@ class RecordedStream:
             return f"its stream cannot be opened: {error}"
         return ""
 
+    @functools.cached_property
+    def _changed_stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
+        """The stores that have other contents than in the run, as they were and as they are."""
+        return [
+            (then, now)
+            for split, parts in recorded_stores(self.spec.stores).items()
+            for then, part in zip(self.record.parts(split), parts, strict=False)
+            if (now := StoreRecord(**part)).fingerprint != then.fingerprint
+            or now.samples != then.samples
+        ]
+
     @property
     def _has_recorded_sizes(self) -> bool:
-        stores = self.spec.stores
         return all(
             [part.samples for part in self.record.parts(split)]
-            == [len(store) for store in parts_of(stores[split]).values()]
-            for split in stores
+            == [part["samples"] for part in parts]
+            for split, parts in recorded_stores(self.spec.stores).items()
         )
 
     @property
@@ -211,22 +220,14 @@ class RecordedStream:
         """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
         return not self._why_closed and self._has_recorded_sizes
 
-    @functools.cached_property
+    @property
     def lacks(self) -> str:
         """The reason why pixels cannot be made, or would be others; empty = they can be made."""
-        if self._why_closed:
-            return self._why_closed
-        changed = []
-        for split, store in self.spec.stores.items():
-            stores = parts_of(store).values()
-            for then, now in zip(self.record.parts(split), stores, strict=False):
-                is_same = now.fingerprint == then.fingerprint
-                if len(now) != then.samples or not is_same:
-                    changed.append(
-                        f"{now.address} has other contents than in the run ({len(now)} samples, fingerprint "
-                        f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
-                    )
-        return "; ".join(changed)
+        return self._why_closed or "; ".join(
+            f"{now.address} has other contents than in the run ({now.samples} samples, fingerprint "
+            f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
+            for then, now in self._changed_stores
+        )
 
     @functools.cached_property
     def differences(self) -> list[str]:
@@ -275,8 +276,7 @@ class RecordedStream:
             return samples
         address = join_address(self.quarantine, f"{place}.jsonl")
         with damage_told(address):
-            for line in (read_whole(address) or b"").splitlines():
-                record = json.loads(line)
+            for record in read_lines(address):
                 substitute = record["substitute"]
                 if substitute is not None:
                     whole_number(substitute, "substitute")

@@ -23,11 +23,9 @@ import numpy as np
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.history.recorded import RecordedRun, open_run
-from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.sample_table import sample_rows
-from raypipe.history.step_maker import Remade, StepMaker
+from raypipe.history.step_maker import Remade, remade_of
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
     from raypipe.history.drawn_at import History, SampleHistory
@@ -69,7 +67,6 @@ class Replay:
     def __init__(self, run: RecordedRun, anyway: bool = False) -> None:
         self.run = run
         self._anyway = anyway
-        self._makers: dict[RecordedStream, StepMaker] = {}
 
     @property
     def differences(self) -> list[str]:
@@ -107,14 +104,11 @@ class Replay:
             training = plan.training_of(place.epoch)
             last_step = training.step_of(training.num_delivered - 1)
         ends_split = ends_step and place.step == last_step
-        batch = self._remade(place).finished
+        batch = self.remade(place).finished
         return changed(batch, ends_step=ends_step, ends_split=ends_split)
 
-    def on_cpu(self, place: MicroBatchId) -> MicroBatch:
-        """Make a micro-batch as it came from the CPU transform, before any work on the device."""
-        return self._remade(place).host
-
-    def _remade(self, place: MicroBatchId) -> Remade:
+    def remade(self, place: MicroBatchId) -> Remade:
+        """Return a micro-batch that is made again as far as it is asked for; see `batch`."""
         stream = self.run.start_at(place).stream
         if stream.lacks and not self._anyway:
             hint = ""
@@ -124,9 +118,7 @@ class Replay:
                 f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
                 "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
             )
-        if stream not in self._makers:
-            self._makers[stream] = StepMaker(stream)
-        return Remade(self._makers[stream], place)
+        return remade_of(stream, place)
 
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None
@@ -160,7 +152,7 @@ class Replay:
         draws = run.draws(place)
         remade = None
         if stream.is_open and (self._anyway or not stream.lacks):
-            remade = self._remade(place)
+            remade = self.remade(place)
             if not stream.quarantine and stream.spec.transform.max_bad_fraction:
                 # nothing has recorded the substitutes of bad samples
                 index = remade.host.index

@@ -11,6 +11,7 @@ With several images of a sample, "view" names the one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,68 +36,65 @@ if TYPE_CHECKING:
 _ALIKE = (Op.RESIZE, Op.PAD)
 _MOST_NUMBERS = 64  # a parameter of Kornia's with more is left out
 
-Operations = list[list[dict[str, Any]]]
-"""The operations that were applied to the image of each row, see above."""
+Rows = list[dict[str, Any]]
 
 
 def sample_rows(
     draws: MicroBatchDraws, stream: RecordedStream, remade: Remade | None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return a row for each sample of a micro-batch.
 
     Args:
         remade: the micro-batch; None = only the order is known.
     """
-    num = len(draws.indices)
-    columns: dict[str, list[Any]] = {
-        "row": [*range(num)],
-        "index": draws.indices.tolist(),
-        "name": [""] * num,
-        "label": [None] * num,
-        "class": [None] * num,
-        "weight": draws.weights.tolist(),
-        "seed": [f"{first:016x}{second:016x}" for first, second in draws.keys.tolist()],
-        "drawn": [[] for _ in range(num)],
-        "augmented": [[] for _ in range(num)],
-        "mixed": [None] * num,
-        "bad": [draws.bad.get(row, "") for row in range(num)],
-    }
+    drawn = zip(draws.indices.tolist(), draws.weights.tolist(), draws.keys, strict=True)
+    rows: Rows = [
+        {
+            "row": row,
+            "index": index,
+            "name": "",
+            "label": None,
+            "class": None,
+            "weight": weight,
+            "seed": "".join(f"{half:016x}" for half in key.tolist()),
+            "drawn": [],
+            "augmented": [],
+            "mixed": None,
+            "bad": draws.bad.get(row, ""),
+        }
+        for row, (index, weight, key) in enumerate(drawn)
+    ]
+    there = [row for row in rows if row["index"] != PADDING]
     if stream.is_open:
-        columns |= _of_store(draws, stream)
+        _add_names(there, draws, stream)
     if remade is not None:
-        _add_drawn(columns["drawn"], draws, remade)
+        _add_drawn(rows, draws, remade)
         augment = remade.maker.stage.augment
         if augment is not None and draws.place.split == "train":
-            _add_augmented(columns["augmented"], draws, remade, augment)
+            _add_augmented(there, draws, remade, augment)
             if sum(augment.config.mix_shares):
-                _add_mixed(columns["mixed"], draws, remade)
-    rows = zip(*columns.values(), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+                _add_mixed(rows, draws, remade)
+    return rows
 
 
-def _of_store(draws: MicroBatchDraws, stream: RecordedStream) -> dict[str, list[Any]]:
-    """Names and labels of samples; None for padding, and for labels that are missing or damaged."""
+def _add_names(there: Rows, draws: MicroBatchDraws, stream: RecordedStream) -> None:
+    """Add names and labels of samples, but for labels that are missing or damaged."""
     store = stream.spec.stores[draws.place.split]
-    of_columns = stream.spec.columns
-    names = [
-        "" if index == PADDING else name_of(store, index)
-        for index in draws.indices.tolist()
-    ]
-    labels = np.full(len(names), NO_LABEL)
-    has_classes = of_columns.has_target and of_columns.target is None
-    is_sample = draws.indices != PADDING
-    if has_classes:
-        try:
-            labels[is_sample] = read_samples(store, draws.indices[is_sample]).labels
-        except RaypipeError:
-            has_classes = False
-    known = [label if label != NO_LABEL else None for label in labels.tolist()]
-    titles: dict[int | None, str] = dict(enumerate(store.classes or ()))
-    classes = [titles.get(label) for label in known]
-    return {"name": names, "label": known, "class": classes}
+    columns = stream.spec.columns
+    for row in there:
+        row["name"] = name_of(store, row["index"])
+    if not columns.has_target or columns.target is not None:
+        return
+    titles = dict(enumerate(store.classes or ()))
+    indices = np.array([row["index"] for row in there], np.int64)
+    with contextlib.suppress(RaypipeError):
+        labels = read_samples(store, indices).labels.tolist()
+        for row, label in zip(there, labels, strict=True):
+            if label != NO_LABEL:
+                row |= {"label": label, "class": titles.get(label)}
 
 
-def _add_drawn(found: Operations, draws: MicroBatchDraws, remade: Remade) -> None:
+def _add_drawn(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
     """Add the operations of the CPU transform's programs."""
     maker = remade.maker.maker
     place = draws.place
@@ -108,58 +106,51 @@ def _add_drawn(found: Operations, draws: MicroBatchDraws, remade: Remade) -> Non
     for field, program, params, is_known in sample_maker.drawn(samples, draws.keys):
         view = _of_view(field.partition(".")[2])
         for row in np.flatnonzero(is_known & (draws.weights > 0)).tolist():
-            for _, op, numbers in program.applied(params[row]):
-                if op not in _ALIKE:
-                    found[row].append(
-                        {"op": op.name.lower(), **view, "numbers": numbers}
-                    )
+            rows[row]["drawn"] += [
+                {"op": op.name.lower(), **view, "numbers": numbers}
+                for _, op, numbers in program.applied(params[row])
+                if op not in _ALIKE
+            ]
 
 
 def _add_augmented(
-    found: Operations, draws: MicroBatchDraws, remade: Remade, augment: DeviceAugment
+    there: Rows, draws: MicroBatchDraws, remade: Remade, augment: DeviceAugment
 ) -> None:
     """Add the operations of the augmentation on the device."""
-    rows = np.flatnonzero(draws.indices != PADDING).tolist()
     strength = remade.maker.strength_at(draws.place)
     if augment.preset is not None:
         for view, seed, shape in _images_of(remade.arrived):
             params = vars(preset_params(augment.preset, seed, shape, strength))
-            for row in rows:
-                numbers = {
-                    name: values[row].tolist() for name, values in params.items()
-                }
-                found[row].append({"op": "preset", **_of_view(view), **numbers})
+            for row in there:
+                numbers = {key: of[row["row"]].tolist() for key, of in params.items()}
+                row["augmented"].append({"op": "preset", **_of_view(view), **numbers})
     module = augment.config.module
     has_module = isinstance(module, torch.nn.Module)
-    if (not augment.operations and not has_module) or makes_views(
-        remade.maker.spec.transforms["train"]
+    if makes_views(remade.maker.spec.transforms["train"]) or not (
+        augment.operations or has_module
     ):
         return
     _ = remade.finished  # Kornia's modules keep what they drew last
-    for row in rows:
+    for row in there:
+        number = row["row"]
         for operation in augment.operations:
-            if operation.chosen is None or operation.chosen[row]:
-                found[row] += _of_params(operation.op, operation.module._params, row)
+            if operation.chosen is None or operation.chosen[number]:
+                drawn = operation.module._params
+                row["augmented"] += _of_params(operation.op, drawn, number)
         for name, drawn in _kept_params(module):
-            found[row] += _of_params(name, drawn, row)
+            row["augmented"] += _of_params(name, drawn, number)
 
 
-def _add_mixed(
-    found: list[dict[str, Any] | None], draws: MicroBatchDraws, remade: Remade
-) -> None:
+def _add_mixed(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
     """Add the partner of each row, the share of the row's own target, and CutMix's box, where the settings mix."""
     mix = remade.finished.mix
     if mix is None or not isinstance(mix.lam, float):
         return
+    of_mix = {"share": mix.lam, "box": mix.box}
     for row, partner in enumerate(partner_rows(draws.indices >= 0).tolist()):
         if partner != row:
             sample = int(draws.indices[partner])
-            found[row] = {
-                "partner": partner,
-                "sample": sample,
-                "share": mix.lam,
-                "box": mix.box,
-            }
+            rows[row]["mixed"] = {"partner": partner, "sample": sample, **of_mix}
 
 
 def _of_view(view: str) -> dict[str, str]:
@@ -192,9 +183,7 @@ def _of_params(name: str, drawn: Any, row: int) -> Iterator[dict[str, Any]]:
     if isinstance(drawn, list):
         for chosen in drawn:
             # a container numbers its operations
-            title, _, number = chosen.name.rpartition("_")
-            inner = title if number.isdecimal() else chosen.name
-            yield from _of_params(inner, chosen.data, row)
+            yield from _of_params(chosen.name.rstrip("_0123456789"), chosen.data, row)
         return
     probability = drawn.get("batch_prob") if isinstance(drawn, Mapping) else None
     if not isinstance(probability, torch.Tensor):

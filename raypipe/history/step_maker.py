@@ -1,18 +1,22 @@
-"""Makes micro-batches of a recorded stream again: the same calls as in the run, in this process, on the CPU."""
+"""Makes single micro-batches of a stream: the same calls as in a run, in this process, on the CPU."""
 
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
 
@@ -20,19 +24,26 @@ _CPU = torch.device("cpu")
 
 
 class StepMaker:
-    """Makes micro-batches of a recorded stream again, on the CPU.
+    """Makes micro-batches of a stream.
+
+    Args:
+        spec: the stream.
+        augment: the augmentation on the device; None = none.
+        dtype: dtype of the images that the device makes, by its name; empty = the pipeline's own, or float32.
 
     Attributes:
         spec: the stream, for which a single step may have any share of bad samples.
         maker: makes what the CPU transform gave.
         decoding: decodes where the device does; None = the CPU transform does.
         stage: the device stage.
-        stream: as passed.
     """
 
-    def __init__(self, stream: RecordedStream) -> None:
-        self.stream = stream
-        spec = stream.spec
+    def __init__(
+        self,
+        spec: StreamSpec,
+        augment: AugmentConfig | None,
+        dtype: str = "",
+    ) -> None:
         if spec.transform.max_bad_fraction > 0:
             transform = replace(spec.transform, max_bad_fraction=1.0)
             spec = replace(spec, transform=transform)
@@ -40,10 +51,9 @@ class StepMaker:
         self.maker = MicroBatchMaker(spec)
         is_encoded = spec.transform.decode == "device"
         self.decoding = Decoding(spec, _CPU) if is_encoded else None
-        name = stream.record.dtype
-        dtype = getattr(torch, name) if name else None
+        of_torch = getattr(torch, dtype) if dtype else None
         self.stage = DeviceStage(
-            stream.augment, _CPU, dtype, spec.device_input, tells=False
+            augment, _CPU, of_torch, spec.device_input, tells=False
         )
 
     def strength_at(self, place: MicroBatchId) -> float:
@@ -55,24 +65,31 @@ class StepMaker:
 
 
 class Remade:
-    """A micro-batch that is made again, as far as it is asked for.
+    """A micro-batch that is made as far as it is asked for.
+
+    Args:
+        excluded: its samples that cannot be used: index → why.
 
     Attributes:
         maker, place: its maker, and its place in the run.
     """
 
-    def __init__(self, maker: StepMaker, place: MicroBatchId) -> None:
+    def __init__(
+        self,
+        maker: StepMaker,
+        place: MicroBatchId,
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+    ) -> None:
         self.maker = maker
         self.place = place
+        self._excluded = excluded
 
     @functools.cached_property
     def host(self) -> MicroBatch:
         """The batch from the CPU transform, without the samples that the run could not use."""
-        bad = self.maker.stream.bad_samples(self.place)
-        excluded = {sample.index: sample.error for sample in bad}
         maker = self.maker.maker
         with process_kept(maker.draws_globally):
-            batch, _ = maker.make(self.place, excluded=excluded)
+            batch, _ = maker.make(self.place, excluded=self._excluded)
         return batch
 
     @functools.cached_property
@@ -94,3 +111,15 @@ class Remade:
     def finished(self) -> Batch:
         """The batch as the model saw it: augmented, mixed and normalized by the device stage."""
         return self.maker.stage(self.arrived, self.maker.strength_at(self.place))
+
+
+def remade_of(stream: RecordedStream, place: MicroBatchId) -> Remade:
+    """Return a micro-batch of a recorded stream, without the samples that the run could not use."""
+    if stream not in _makers:
+        dtype = stream.record.dtype or ""
+        _makers[stream] = StepMaker(stream.spec, stream.augment, dtype)
+    bad = {sample.index: sample.error for sample in stream.bad_samples(place)}
+    return Remade(_makers[stream], place, bad)
+
+
+_makers = weakref.WeakKeyDictionary[RecordedStream, StepMaker]()

@@ -92,14 +92,11 @@ def iterate_digests(
         rank = position.micro % len(ranks)
         digest = next(ranks[rank], None)
         if digest is None or digest.name != str(position):
-            if digest is None:
-                got = "ended"
-            else:
-                got = f"brought {digest.name}"
+            got = f"brought {digest.name}" if digest else "ended"
             raise RaypipeError(f"rank {rank} expected {position}, the stream {got}")
         yield digest
     for rank, left in enumerate(ranks):
-        if (digest := next(left, None)) is not None:
+        if digest := next(left, None):
             raise RaypipeError(
                 f"rank {rank} expected the end, the stream brought {digest.name}"
             )
@@ -180,6 +177,16 @@ def plain_settings(
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
     sampler = spec.plan.config.sampler
+    of_plan = dataclasses.asdict(spec.plan.config)
+    of_plan["sampler"] = sampler and sampler_content(sampler)
+    endings = {split: ending.described for split, ending in spec.endings.items()}
+    sections: dict[str, Any] = {
+        "plan": of_plan,
+        "transform": dataclasses.asdict(spec.transform),
+        "column": spec.columns.described(),
+        "ending": endings,
+        "version": versions(),
+    }
     settings = {
         "plan": spec.plan.fingerprint,
         "store": spec.stores["train"].address,
@@ -187,25 +194,12 @@ def plain_settings(
         "val.fingerprint": val and val.fingerprint,
         "left_out": spec.plan.kept["train"].num_left_out,
         "val.left_out": spec.plan.kept["val"].num_left_out,
-        **{
-            f"plan.{name}": value
-            for name, value in dataclasses.asdict(spec.plan.config).items()
-        },
-        "plan.sampler": sampler and sampler_content(sampler),
-        **{
-            f"transform.{name}": value
-            for name, value in dataclasses.asdict(spec.transform).items()
-        },
-        **{f"column.{name}": kind for name, kind in spec.columns.described().items()},
-        **{
-            f"ending.{split}": ending.described
-            for split, ending in spec.endings.items()
-        },
         "workers": workers,
         "actors": actors,
         "from_step": from_step,
         "to_step": to_step,
-        **{f"version.{name}": version for name, version in versions().items()},
         "machine": platform.machine(),
     }
+    for section, values in sections.items():
+        settings |= {f"{section}.{name}": value for name, value in values.items()}
     return json.loads(json.dumps(settings))  # keys that are epochs as a file has them

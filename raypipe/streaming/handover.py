@@ -105,8 +105,8 @@ def loader(
         start_from: folder or URI of a run or a checkpoint. While the run has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
         lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
-        log_digest: record a hash of each batch that is handed out, and a root for each epoch, in `digests/` of the
-            run's folder, which all ranks share: `raypipe audit` compares them with batches that it makes again.
+        log_digest: record a hash of each batch that is handed out in `digests/` of the run's folder, which all
+            ranks share: `raypipe audit` compares them with batches that it makes again.
         trace: file of Chrome trace events, which https://ui.perfetto.dev shows: a path or a URI. Rank 0 writes
             there what the stream's processes do, from now to `trace_s` after the first batch. Empty = no trace.
         trace_s: seconds.
@@ -134,7 +134,7 @@ def loader(
     digest_log = None
     if log_digest:
         record = settings_record(spec, augmented, dtype)
-        digest_log = DigestLog(run.folder, spec.plan, record, rank, world_size, device)
+        digest_log = DigestLog(run.folder, record, rank, world_size, device)
     try:
         start = _start_of(
             cursor,

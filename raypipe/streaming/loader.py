@@ -315,8 +315,6 @@ class Loader(Unlike, instead=_INSTEAD):
         progress = self._progress
         if progress.segments:
             self.metrics.settle(self.cursor)
-            if self._digest_log:
-                self._digest_log.leave(progress.epoch, set(progress.segments))
             progress.leave_epoch()
             self.metrics.move(self.cursor)
             self.metrics.end_epoch(progress.epoch)

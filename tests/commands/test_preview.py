@@ -18,14 +18,12 @@ from raypipe.commands.cli import main
 from raypipe.commands.preview import preview
 from raypipe.commands.preview_tiles import Preview, find_draws
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.rgb import decode
-from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import SampleTransform
 
 SIZE, B = 24, 8
 FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything
@@ -45,7 +43,7 @@ def made(
     transform: TransformConfig = TRANSFORM,
 ) -> Preview:
     plan = PlanConfig(epochs=3, micro_batch_size=B, global_batch_size=2 * B, seed=5)
-    return Preview(stream(store, plan, transform), augment)
+    return Preview(StepMaker(stream(store, plan, transform), augment))
 
 
 def stream(
@@ -82,69 +80,32 @@ def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
 # What the tiles are
 
 
-def test_the_tiles_are_what_the_pieces_give() -> None:
+def test_the_tiles_are_what_a_run_makes() -> None:
     store = memory()
-    augment = replace(
-        FLIP,
-        mixup_alpha=0.4,
-        cutmix_alpha=1.0,
-        mean=(0.5, 0.4, 0.3),
-        std=(0.3, 0.2, 0.1),
-    )
-    augment = replace(augment, strength=(1, 1, 0))
-    shown = made(store, augment)
-    in_both = zip(
-        *(find_draws(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True
-    )
+    mean, std = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1)
+    augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=mean, std=std)
+    shown = made(store, replace(augment, strength=(1, 1, 0)))
+    places = {epoch: find_draws(shown.plan, epoch, range(30)) for epoch in (0, 2)}
     indices = [
-        index for index, places in enumerate(in_both) if all(at for at, _ in places)
-    ][:5]
-    rows, names = shown.tiles(indices, [0, 2])
-    assert names == ["transformed", "augmented"] and [len(row) for row in rows] == [
-        5
-    ] * len(indices)
-    apply = SampleTransform(build_transform("light", SIZE))
-    device = DeviceAugment(augment, torch.device("cpu"))
-    mean, std = (
-        torch.tensor(value).view(1, 3, 1, 1) for value in (augment.mean, augment.std)
-    )
+        index for index in range(30) if all(of[index][0] for of in places.values())
+    ]
+    rows, names = shown.tiles(indices[:5], [*places])
+    assert names == ["transformed", "augmented"] and {*map(len, rows)} == {5}
     num_mixed = 0
-    for index, row in zip(indices, rows, strict=True):
-        assert np.array_equal(
-            row[0].image, decode(store.read(np.array([index]))["image"][0])
-        )
-        for number, epoch in enumerate((0, 2)):
-            transformed, fed = row[1 + 2 * number : 3 + 2 * number]
-            ((at, place),) = find_draws(shown.plan, epoch, [index])
+    for index, (decoded, *tiles) in zip(indices[:5], rows, strict=True):
+        stored = store.read(np.array([index]))["image"][0]
+        assert np.array_equal(decoded.image, decode(stored))
+        for (transformed, fed), of in zip(
+            (tiles[:2], tiles[2:]), places.values(), strict=True
+        ):
+            at, row = of[index]
             assert at is not None
-            draws = shown.plan.draw(at)
-            columns, keys = (
-                store.read(draws.indices),
-                shown.plan.sample_keys("train", draws).tolist(),
-            )
-            pixels = [
-                apply(decode(data), tuple(key))
-                for data, key in zip(columns["image"], keys, strict=True)
-            ]
-            assert np.array_equal(transformed.image, pixels[place])
-            image, mixed = device(
-                torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2),
-                torch.from_numpy(columns["label"]),
-                np.ones(B, bool),
-                seed=shown.plan.micro_batch_seed(at),
-                # one step of an epoch's only one, in three epochs; 30 samples are one step of 16
-                strength=augment.strength_at(epoch / 3),
-            )
-            wanted = (
-                ((image * std + mean)[place] * 255)
-                .round()
-                .clamp(0, 255)
-                .byte()
-                .permute(1, 2, 0)
-                .numpy()
-            )
-            assert np.array_equal(fed.image, wanted)
-            num_mixed += mixed is not None
+            remade = Remade(shown.maker, at)
+            assert np.array_equal(transformed.image, remade.host["image"][row])
+            image = remade.finished.image[row].movedim(0, -1)
+            pixels = (image * torch.tensor(std) + torch.tensor(mean)) * 255
+            assert np.array_equal(fed.image, pixels.round().clamp(0, 255).byte())
+            num_mixed += remade.finished.mix is not None
     assert num_mixed
 
 
@@ -160,7 +121,7 @@ def test_the_caption_of_a_mixed_tile_is_its_target(
     ):
         ((at, place),) = find_draws(shown.plan, 0, [index])
         assert at is not None
-        _, mixed, _ = shown.stages(shown._maker.batch(at))
+        mixed = Remade(shown.maker, at).finished.mix
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
@@ -400,7 +361,7 @@ def test_captions_show_columns_and_targets_of_any_numbers(
         [picture(number) for number in range(30)], labels, columns={"caption": captions}
     )
     spec = stream(store, PlanConfig(epochs=1, micro_batch_size=B), columns=["caption"])
-    shown = Preview(spec, FLIP)
+    shown = Preview(StepMaker(spec, FLIP))
     index = first_of(shown)[0]
     ((row,), _) = shown.tiles([index], [0])
     assert (
@@ -413,9 +374,9 @@ def test_captions_show_columns_and_targets_of_any_numbers(
     mixing = AugmentConfig(mixup_alpha=1.0)
     if labels.ndim == 2:
         with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets"):
-            Preview(spec, mixing)
+            Preview(StepMaker(spec, mixing))
     else:
-        ((row,), _) = Preview(spec, mixing).tiles([index], [0])
+        ((row,), _) = Preview(StepMaker(spec, mixing)).tiles([index], [0])
         assert row[2].lines[0].startswith("MixUp: ") and "target" in row[2].lines[0]
 
 
@@ -433,15 +394,9 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     indices = first_of(shown)
     rows, names = shown.tiles(indices, [0, 1])
     assert names == ["global 0", "global 1", "local 0", "local 1", "local 2"]
-    device = DeviceAugment(FLIP, torch.device("cpu"))
     ((at, place),) = find_draws(shown.plan, 0, indices[:1])
     assert at is not None
-    host = shown._maker.batch(at)
-    views = {
-        name: torch.from_numpy(view).movedim(-1, -3)
-        for name, view in host.arrays("view").items()
-    }
-    fed = device.of_views(views, seed=shown.plan.micro_batch_seed(at))
+    fed = Remade(shown.maker, at).finished.views
     for number, tile in enumerate(rows[0][1:6]):
         name, crop = ("global", number) if number < 2 else ("local", number - 2)
         assert np.array_equal(tile.image, shown._shown(fed[name][:, crop])[place])

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import without_ray
-from small_runs import small_run
 
 import raypipe
 from raypipe.commands.audit import audit
@@ -26,11 +24,9 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import History, index_of
 from raypipe.history.recorded import open_run
-from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.record.digest_log import place_in
 
 from pictures import picture  # isort: skip
 
@@ -151,26 +147,6 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
     for index in range(40):
         steps = [draw.step for draw in history.of(index, "val").draws]
         assert steps == [step for _, step, *_ in sorted(seen["val", index])]
-
-
-def test_samples_are_found_where_a_trainings_record_has_them(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    run = small_run(tmp_path, stores["train"], stores["val"], 3, 4, log=["samples"])
-    run_dir = without_ray.train(replace(run, name="run"))["run_dir"]
-    recorded = defaultdict(list)
-    for record in read_records(run_dir, SAMPLES):
-        if "indices" in record:
-            at = place_in(record["micro_batch"])
-            assert at
-            for row, index in enumerate(record["indices"]):
-                recorded[index].append((record["step"], at.micro, row))
-    history = History(open_run(run_dir))
-    num_samples = run.plan and len(history._run.spec.stores["train"])
-    assert recorded
-    for index in range(num_samples):
-        draws = history.of(index).draws
-        assert [(d.step, d.micro, d.row) for d in draws] == sorted(recorded[index])
 
 
 # The command

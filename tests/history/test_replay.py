@@ -244,7 +244,7 @@ def test_device_presets_are_described_by_their_numbers(
     replay = raypipe.replay(tmp_path / "run")
     rows = [row for batch in batches for row in replay.samples_of(batch.position)]
     images = [image for batch in batches for image in batch.image]
-    made = [replay.on_cpu(batch.position)["image"] for batch in batches]
+    made = [replay.remade(batch.position).host["image"] for batch in batches]
     host = torch.from_numpy(np.concatenate(made)).movedim(-1, 1)
     seen = set()
     for row, image, before in zip(rows, images, host, strict=True):
@@ -294,7 +294,7 @@ def test_kornias_operations_are_described_by_their_numbers(
     replay = raypipe.replay(tmp_path / "run", **given)
     names = set()
     for batch in batches[:4]:
-        host = replay.on_cpu(batch.position)["image"]
+        host = replay.remade(batch.position).host["image"]
         before = torch.from_numpy(host).movedim(-1, 1) / 255
         rows = replay.samples_of(batch.position)
         for row, image, pixels in zip(rows, batch.image, before, strict=True):
@@ -337,7 +337,7 @@ def test_a_sample_that_only_the_run_could_not_read_is_left_out_again(
     replay = raypipe.replay(tmp_path / "run")
     (place,) = replay.run.micro_batches(2, micro=1)
     index = replay.run.draws(place).indices[2]
-    made, bad = replay._remade(place).maker.maker.make(
+    made, bad = replay.remade(place).maker.maker.make(
         place, excluded={int(index): "it killed its actor"}
     )
     from raypipe.streaming.bad_samples import record_bad

@@ -59,7 +59,6 @@ def logging_loader(
         folder=folder,
         digest_log=DigestLog(
             folder,
-            spec.plan,
             settings_record(spec, augment, None),
             rank,
             world_size,

@@ -1,18 +1,15 @@
-"""The record of what each rank handed out: hashes of its micro-batches, and a root for each epoch.
+"""The record of what each rank handed out: hashes of its micro-batches.
 
-    RUN/digests/epoch-0003-rank-0001.jsonl      one file for each epoch and rank, which only grows:
+    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     a file for each epoch, rank and start, which only grows:
 
-    {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   a rank begins, maybe again
+    {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   what it was written by
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
-    {"kind": "left"}                                                the loop has left the epoch before its end
-    {"kind": "root", "micro_batches": n, "root": …}
 
-    RUN/digests/count-0001.json                 {epoch: number of lines in its file}, written after the lines
+    RUN/digests/epoch-0003-rank-0001-18c3.json      [number of its lines, their sum], written after them
 
 The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch reached the rank, and once the
-device stage has finished it on a CPU. The root is a hash over the sorted lines of all ranks, so W does not
-change it. A rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all
-micro-batches, and writes the root. No rank waits for another.
+device stage has finished it on a CPU. The root of an epoch is a hash over the sorted lines of all ranks, so W does
+not change it. No rank waits for another.
 
 Steps that a run does over again are recorded again. A line that a crash cut off does not count: its step comes
 after the last checkpoint, before which all lines are written. A start's seal names the settings under which its
@@ -29,7 +26,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +40,6 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import RunFolder, append_whole, objects_of
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.plan.schedule import Plan
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
@@ -52,11 +48,9 @@ from raypipe.streaming.record.opened import sealed
 logger = logging.getLogger(__name__)
 
 DIGESTS = "digests"
-FACTS = ("plan", "rank", "workers", "device", "cpu")
-"""Facts that the line of a start has, and its seal covers."""
-_FILE = re.compile(r"epoch-(\d{4,})-rank-(\d{4,})\.jsonl")
-_COUNTS = re.compile(r"count-(\d{4,})\.json")
+_FILE = re.compile(r"(epoch-(\d{4,})-rank-(\d{4,})-[0-9a-f]+)\.jsonl?")
 _PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
+_SUMS = 1 << 128
 _HASH = re.compile(r"[0-9a-f]{32}")
 _FLUSH_S = 1.0
 _FLUSH_REMOTE_S = (
@@ -84,28 +78,22 @@ class EpochRecord:
 
     Attributes:
         recorded: the hashes of each place, in the order of their starts; the newest count.
-        roots: the root, as it was recorded; several are different ones.
-        was_left: whether the loop has left the epoch before its end.
         starts: the lines of the starts that wrote it.
-        num_lines: number of lines of each rank's file.
+        damaged: names of files with other lines than were written.
+        num_unknown: number of lines that are objects of another kind.
     """
 
     recorded: dict[MicroBatchId, list[Hashes]] = field(default_factory=dict)
-    roots: set[str] = field(default_factory=set)
-    was_left: bool = False
     starts: list[dict[str, Any]] = field(default_factory=list)
-    num_lines: dict[int, int] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    num_unknown: int = 0
 
     @property
-    def hashes(self) -> dict[MicroBatchId, Hashes]:
-        """The hashes by place, the newest of each."""
-        return {place: several[-1] for place, several in self.recorded.items()}
-
-    def computed_root(self) -> str:
+    def root(self) -> str:
         """64 hex digits over the sorted lines of all micro-batches."""
         lines = sorted(
-            _line(place, hashes.stream, hashes.finished)
-            for place, hashes in self.hashes.items()
+            _line(place, several[-1].stream, several[-1].finished)
+            for place, several in self.recorded.items()
         )
         return root_of(lines)
 
@@ -115,12 +103,10 @@ def root_of(lines: Iterable[str]) -> str:
     return hashlib.blake2b("".join(lines).encode(), digest_size=32).hexdigest()
 
 
-def num_of_epoch(plan: Plan, epoch: int) -> int:
-    """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    num_steps = plan.training_of(epoch).num_delivered
-    if plan.has_val(epoch):
-        num_steps += plan.val_steps
-    return num_steps * plan.config.per_step
+def sum_of(lines: Iterable[bytes]) -> int:
+    """Return a sum over the hashes of lines, in any order."""
+    hashes = (hashlib.blake2b(line, digest_size=16).digest() for line in lines)
+    return sum(map(int.from_bytes, hashes)) % _SUMS
 
 
 def cpu_kind() -> str:
@@ -133,7 +119,6 @@ class DigestLog(Observer):
 
     Args:
         folder: the run's folder, which all ranks share; None = there is none.
-        plan: the run's plan.
         record: what decides the stream, see `opened.settings_record`.
         rank, world_size: number of this rank, and W.
         device: where its batches are.
@@ -145,7 +130,6 @@ class DigestLog(Observer):
     def __init__(
         self,
         folder: RunFolder | None,
-        plan: Plan,
         record: Mapping[str, Any],
         rank: int,
         world_size: int,
@@ -158,20 +142,20 @@ class DigestLog(Observer):
         self._filesystem, run = folder
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._folder = f"{run}/{DIGESTS}"
-        self._plan = plan.without_draws()
         self._rank = rank
-        facts = {
+        self._start = {
+            "kind": "start",
             "plan": record["plan"],
             "rank": rank,
             "workers": world_size,
             "device": device.type,
             "cpu": cpu_kind(),
+            "seal": sealed(record),
         }
-        self._start = {"kind": "start", **facts, "seal": sealed(record, facts)}
         self._epoch = -1
-        self._ended = set[Split]()  # splits whose last micro-batch was handed out
+        self._path = ""
         self._lines = list[str]()
-        self._counts = dict[str, int]()
+        self._written = (0, 0)  # number of lines in the file, and their sum
         self._is_synced = True
         # In object storage a file is written as a whole.
         self._content = b""
@@ -183,24 +167,35 @@ class DigestLog(Observer):
         """Record a batch that is handed out."""
         position = batch.position
         with self._one_by_one:
-            self._turn_to(position.epoch)
+            if position.epoch != self._epoch:
+                self.flush(synced=True)
+                self._epoch = position.epoch
+                with self._best_effort():
+                    self._mend_counts()
+                self._begin_file()
             self._lines.append(
                 _line(position, batch.stream_hash.hex(), batch.finished_hash.hex())
             )
             flush_s = _FLUSH_S if self._is_local else _FLUSH_REMOTE_S
-            if batch.ends_split:
-                self._ended.add(position.split)
-                self._end_part()
-            elif time.monotonic() - self._flushed_at > flush_s:
-                self.flush()
+            is_due = time.monotonic() - self._flushed_at > flush_s
+            if batch.ends_split or is_due:
+                self.flush(synced=batch.ends_split)
 
-    def leave(self, epoch: int, splits: set[Split]) -> None:
-        """The loop begins the next epoch; note it if it has left this one before the end of its splits."""
-        with self._one_by_one:
-            self._turn_to(epoch)
-            if not splits <= self._ended:
-                self._lines.append('{"kind": "left"}\n')
-                self.flush()
+    def _begin_file(self) -> None:
+        now = time.time()
+        name = f"epoch-{self._epoch:04d}-rank-{self._rank:04d}-{round(now * 1e6):x}"
+        self._path = f"{self._folder}/{name}"
+        self._lines = [json.dumps({**self._start, "time": now}) + "\n"]
+        self._written = (0, 0)
+        self._content = b""
+
+    def _mend_counts(self) -> None:
+        """Count again what this rank has of the epoch: a machine that was lost may have lost lines."""
+        folder = (self._filesystem, self._folder)
+        for path in recorded_files(folder).get((self._epoch, self._rank), []):
+            lines = _read(self._filesystem, f"{path}.jsonl").split(b"\n")[:-1]
+            if not _is_whole(lines, _read(self._filesystem, f"{path}.json")):
+                self._write_count(path, (len(lines), sum_of(lines)))
 
     def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
         """Write all lines before rank 0 records the same steps in metrics.jsonl, so that these never end later."""
@@ -220,73 +215,50 @@ class DigestLog(Observer):
         Args:
             synced: also wait until a local disk has them.
         """
-        with self._one_by_one, self._best_effort():
+        with self._one_by_one:
             if not self._lines and (self._is_synced or not synced):
                 return
             self._flushed_at = time.monotonic()
-            self._append("".join(self._lines).encode(), synced)
-            self._counts[str(self._epoch)] += len(self._lines)
-            self._lines.clear()
-            counts = json.dumps(self._counts)
-            path = f"{self._folder}/count-{self._rank:04d}.json"
-            if self._is_local:
-                # a crash leaves the old or the new one
-                new = Path(f"{path}.new")
-                new.write_text(counts)
-                new.replace(path)
-            else:
-                with without_retries():
-                    write_synced(self._filesystem, path, counts.encode())
+            num, total = self._written
+            if not num:
+                with self._best_effort():
+                    # a file without a count was never written
+                    self._write_count(self._path, (0, 0))
+            unwritten = self._lines
+            with self._best_effort():
+                self._append("".join(unwritten).encode(), synced)
+                total += sum_of(line[:-1].encode() for line in unwritten)
+                self._written = (num + len(unwritten), total % _SUMS)
+                self._lines = []
+                self._write_count(self._path, self._written)
+            if self._lines and self._is_local:
+                # a part may be there, so all goes into another file, behind its own start
+                begin = 0 if num else 1
+                self._begin_file()
+                self._lines += unwritten[begin:]
 
     def _append(self, lines: bytes, synced: bool) -> None:
         """Append lines to the epoch's file; in object storage it is written as a whole."""
+        path = f"{self._path}.jsonl"
         if self._is_local:
-            path = Path(self._path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_whole(path, lines, synced)
+            append_whole(Path(path), lines, synced)
             self._is_synced = synced
         else:
             with without_retries():
-                write_synced(self._filesystem, self._path, self._content + lines)
+                write_synced(self._filesystem, path, self._content + lines)
             self._content += lines
 
-    @property
-    def _path(self) -> str:
-        return f"{self._folder}/epoch-{self._epoch:04d}-rank-{self._rank:04d}.jsonl"
-
-    def _turn_to(self, epoch: int) -> None:
-        """Write what is left of another epoch, and begin or continue the file of this one."""
-        if epoch == self._epoch:
-            return
-        self.flush(synced=True)
-        self._lines.clear()
-        self._epoch = epoch
-        self._ended.clear()
-        self._content = b""
-        with self._best_effort():
-            if not self._counts:
-                path = f"{self._folder}/count-{self._rank:04d}.json"
-                self._counts |= json.loads(_read(self._filesystem, path) or b"{}")
-            self._content = _read(self._filesystem, self._path)
-        # A machine that was lost may have lost lines, too: those that are there count.
-        self._counts[str(epoch)] = self._content.count(b"\n")
-        if self._content and not self._content.endswith(b"\n"):
-            self._content += b"\n"
-        self._lines.append(json.dumps({**self._start, "time": time.time()}) + "\n")
-
-    def _end_part(self) -> None:
-        """This rank has ended a part of the epoch: write the epoch's root if no micro-batch is missing."""
-        self.flush(synced=True)
-        with self._best_effort():
-            folder = (self._filesystem, self._folder)
-            record = read_epoch(folder, self._epoch, self._start["plan"])
-            num = len(record.recorded)
-            root = record.computed_root()
-            is_complete = num == num_of_epoch(self._plan, self._epoch)
-            if is_complete and root not in record.roots:
-                line = {"kind": "root", "micro_batches": num, "root": root}
-                self._lines.append(json.dumps(line) + "\n")
-                self.flush(synced=True)
+    def _write_count(self, path: str, count: tuple[int, int]) -> None:
+        if self._is_local:
+            # a crash leaves the old or the new one
+            new = Path(f"{path}.new")
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(count))
+            new.replace(f"{path}.json")
+        else:
+            with without_retries():
+                content = json.dumps(count).encode()
+                write_synced(self._filesystem, f"{path}.json", content)
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
@@ -314,29 +286,27 @@ def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
             return b""
 
 
-def recorded_files(folder: RunFolder) -> dict[tuple[int, int], str]:
-    """The files of a folder of digests, in order: (epoch, rank) → path; empty where there is none."""
-    matches = _files(folder, _FILE)
-    return {(int(match[1]), int(match[2])): path for match, path in matches}
-
-
-def recorded_counts(folder: RunFolder) -> dict[int, dict[int, int]]:
-    """Return the number of lines that each rank has written: rank → epoch → number."""
-    counts = dict[int, dict[int, int]]()
-    for match, path in _files(folder, _COUNTS):
-        of_rank = json.loads(_read(folder[0], path))
-        counts[int(match[1])] = {int(key): int(of_rank[key]) for key in of_rank}
-    return counts
-
-
-def _files(folder: RunFolder, name: re.Pattern[str]) -> list[tuple[re.Match[str], str]]:
-    """The files of a folder whose names match, in order, with their paths."""
+def recorded_files(folder: RunFolder) -> dict[tuple[int, int], list[str]]:
+    """The files of a folder of digests, in order: (epoch, rank) → paths without their endings."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
         selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-        paths = sorted(info.path for info in filesystem.get_file_info(selector))
-    matches = ((name.fullmatch(path.rpartition("/")[2]), path) for path in paths)
-    return [(match, path) for match, path in matches if match]
+        names = sorted(info.base_name for info in filesystem.get_file_info(selector))
+    files: dict[tuple[int, int], list[str]] = {}
+    for match in filter(None, map(_FILE.fullmatch, names)):
+        of_rank = files.setdefault((int(match[2]), int(match[3])), [])
+        if (stem := f"{path}/{match[1]}") not in of_rank:
+            of_rank.append(stem)
+    return files
+
+
+def _is_whole(lines: Sequence[bytes], count: bytes) -> bool:
+    """Return whether a file has all lines that were counted; a crash may leave others behind them."""
+    try:
+        num, total = json.loads(count)
+        return bool(sum_of(lines[:num]) == total)
+    except (RecursionError, TypeError, ValueError):
+        return False
 
 
 def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
@@ -349,39 +319,36 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
         ConfigError: a file cannot be read.
     """
     record = EpochRecord()
-    for (number, rank), path in recorded_files(folder).items():
-        if number != epoch:
-            continue
-        content = _read(folder[0], path)
-        record.num_lines[rank] = content.count(b"\n")
+    files = recorded_files(folder).items()
+    for path in [path for key, paths in files for path in paths if key[0] == epoch]:
+        content = _read(folder[0], f"{path}.jsonl")
+        lines = content.split(b"\n")[:-1]
+        if not _is_whole(lines, _read(folder[0], f"{path}.json")):
+            record.damaged.append(path.rpartition("/")[2])
         start: dict[str, Any] = {}
         for line in objects_of(content):
             if line.get("kind") == "start":
                 start = line
                 record.starts.append(start)
             elif start.get("plan") == fingerprint:
-                _add(record, line, epoch, start)
+                hashes = _hashes_in(line, start)
+                place = place_in(line.get("micro_batch"))
+                if place and place.epoch == epoch and hashes:
+                    record.recorded.setdefault(place, []).append(hashes)
+                else:
+                    record.num_unknown += 1
     for several in record.recorded.values():
         several.sort(key=lambda hashes: time_of(hashes.start))
     return record
 
 
-def _add(
-    record: EpochRecord, line: dict[str, Any], epoch: int, start: dict[str, Any]
-) -> None:
-    """Add a line to a record, unless it is none of the epoch's."""
-    kind = line.get("kind")
-    place = place_in(line.get("micro_batch"))
-    if kind == "left":
-        record.was_left = True
-    elif kind == "root":
-        record.roots.add(str(line.get("root")))
-    elif place and place.epoch == epoch:
-        stream = str(line.get("hash"))
-        finished = str(line.get("finished", ""))
-        if _HASH.fullmatch(stream) and (not finished or _HASH.fullmatch(finished)):
-            hashes = Hashes(stream, finished, start)
-            record.recorded.setdefault(place, []).append(hashes)
+def _hashes_in(line: dict[str, Any], start: dict[str, Any]) -> Hashes | None:
+    """Return the hashes of a micro-batch's line; None = it has none."""
+    stream = line.get("hash")
+    finished = line.get("finished", "")
+    if not _HASH.fullmatch(str(stream)) or not _HASH.fullmatch(str(finished or stream)):
+        return None
+    return Hashes(str(stream), str(finished), start)
 
 
 def time_of(start: dict[str, Any]) -> float:

@@ -114,7 +114,23 @@ def stream_record(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return what a run's folder records of its stream, as JSON."""
-    stores = {
+    record = StreamRecord(
+        **settings_record(spec, augment, dtype),
+        stores=recorded_stores(spec.stores),
+        written=written_files(spec.stores),
+        quarantine=_absolute(spec.quarantine),
+        device=device.type,
+        code=user_code(),
+        versions={**versions(), "machine": platform.machine()},
+    )
+    return vars(record)
+
+
+def recorded_stores(
+    stores: Mapping[Split, Store],
+) -> dict[Split, list[dict[str, Any]]]:
+    """Return the stores of each split, as `StoreRecord`s in JSON."""
+    return {
         split: [
             {
                 "name": name,
@@ -125,34 +141,17 @@ def stream_record(
             }
             for name, store in parts_of(of_split).items()
         ]
-        for split, of_split in spec.stores.items()
+        for split, of_split in stores.items()
     }
-    record = StreamRecord(
-        **settings_record(spec, augment, dtype),
-        stores=stores,
-        written=written_files(spec.stores),
-        quarantine=_absolute(spec.quarantine),
-        device=device.type,
-        code=user_code(),
-        versions={**versions(), "machine": platform.machine()},
-    )
-    return vars(record)
 
 
-def sealed(record: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """Return the seal of a rank's start: a hash over the settings of its stream, and facts about the rank.
-
-    Args:
-        record: from `settings_record` or `stream_record`.
-        facts: see `digest_log.FACTS`.
-    """
-    arguments = dict(record["arguments"])
-    settings = arguments.pop("plan")["settings"]
+def sealed(record: Mapping[str, Any]) -> str:
+    """Return a hash of what decides a stream's batches, see `settings_record`, but not of how long the run is."""
+    settings = record["arguments"]["plan"]["settings"]
     content = [
-        arguments,
         {name: settings[name] for name in settings if name not in _NOT_SEALED},
+        {**record["arguments"], "plan": None},
         *(record[name] for name in ("augment", "plan", "dtype")),
-        sorted(f"{name} {value}" for name, value in facts.items()),
     ]
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -47,10 +47,18 @@ VARIABLES = {
         "unset",
         "set by raypipe in the processes of a cluster that it has started on one machine; do not set it",
     ),
+    "RAYPIPE_CODE": Variable(
+        "unset",
+        "set by raypipe in Ray's workers: the folder of the code that they run; do not set it",
+    ),
+    "RAYPIPE_FORK_SERVER": Variable(
+        "unset",
+        "set by raypipe for a cluster that it starts: who forks its workers; do not set it",
+    ),
     "RAYPIPE_TWEAKS": Variable(
         "`1`",
-        "`0` = leave Ray's start, its statistics and its log lines as they are: a start takes longer, and "
-        "Ray's own lines appear between those of a run",
+        "`0` = leave Ray's start and its log lines as they are: a start takes longer, and Ray's own lines appear "
+        "between those of a run",
     ),
     "RAYPIPE_EXTENSION": Variable(
         "auto",

@@ -49,8 +49,7 @@ from raypipe.rayext.cluster_state import started_here
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.startup import Wait, only_start
-from raypipe.rayext.tweaks import await_progress, begin_progress
-from raypipe.rayext.worker_logs import gets_worker_logs
+from raypipe.rayext.worker_logs import await_progress, begin_progress
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.retries import allow_retries
@@ -134,8 +133,7 @@ def _train(
             logger,
             f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
         )
-        is_shown = gets_worker_logs() and run.log_format == "text"
-        relays = begin_progress() and is_shown
+        relays = begin_progress() and run.log_format == "text"
         loop = {
             "run": run,
             "spec": spec,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import secrets
@@ -16,7 +15,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -25,14 +23,13 @@ from ray.util import client
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
-from raypipe.rayext import fork_server, priority
-from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_local_node
-from raypipe.rayext.head import Head, leave_note, wait_for_head
-from raypipe.rayext.ray_private import Function, find_private, replace, replaced
+from raypipe.rayext import fork_server
+from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
+from raypipe.rayext.head import Head, wait_for_head
+from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
-from raypipe.storage.local_file import boot_id
 from raypipe.storage.shared_memory import remove_unused
 
 logger = logging.getLogger(__name__)
@@ -45,6 +42,8 @@ _WORKER_ENV = {
     # A trainer that does not answer for so long is replaced; Ray's default is ten minutes. Nothing holds the
     # interpreter for two minutes. (If Ray makes its stream, watch.py detects a stopped trainer earlier.)
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
+    # The code that a worker runs: a cluster of another checkout has no forks for it.
+    "RAYPIPE_CODE": str(Path(__file__).parents[1]),
 }
 # On one machine, Ray's bookkeeping takes CPU time from the transform: statistics of its event loops, and a record
 # of every task for the dashboard, which does not run.
@@ -54,6 +53,11 @@ _LOCAL_ENV = {
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
+    # Ray gives all of its workers a nice value of 15: while two other processes keep two cores busy, a trainer has
+    # 3 % of a core. Only transform actors yield to others.
+    "RAY_worker_niceness": "0",
+    # Ray Train sets it for its controllers, which are forks if they have the environment of all.
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
 
 _SAFE_PATH = "PYTHONSAFEPATH"  # Python's switch for programs that do not import from the current folder
@@ -119,16 +123,11 @@ def connect(
 def _join(address: str, wait: Wait, options: dict[str, Any]) -> None:
     """Connect to the cluster at an address, with these options of `ray.init`."""
     fork_server.end()  # workers of a cluster are its own
-    note = wait_for_head(address, wait)
-    local = _read_note(note)
-    needed = dict(_WORKER_ENV)
+    wait_for_head(address, wait)
+    environment = dict(_WORKER_ENV)
     if _SAFE_PATH in os.environ:
-        needed[_SAFE_PATH] = os.environ[_SAFE_PATH]
-    if local is None or needed.items() - local.items():
-        # Ray starts an agent for it, and workers that are not forks
-        options["runtime_env"] = {"env_vars": needed}
-    if local is not None:
-        _share_uv_environment()
+        environment[_SAFE_PATH] = os.environ[_SAFE_PATH]
+    options["runtime_env"] = {"env_vars": environment}
     try:
         with _auto_start_waits(), _whole_start():
             ray.init(address=address, **options)
@@ -136,8 +135,6 @@ def _join(address: str, wait: Wait, options: dict[str, Any]) -> None:
         raise ResourceError(
             f"cannot connect to the Ray cluster at {address}: {error}"
         ) from error
-    if local is not None:
-        remember_local_node(local, is_own=False)
 
 
 def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
@@ -147,7 +144,6 @@ def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
     environment = _local_environment(log_format)
     if _forks_workers():
         fork_server.start(fork_server.BASE_MODULES, environment | os.environ)
-        _end_fork_server_with_ray()
     with (
         _inherited(environment),
         small_head(),
@@ -155,7 +151,6 @@ def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
         _auto_start_waits(),
         _whole_start(),
     ):
-        inherited = dict(os.environ)
         try:
             ray.init(
                 address="local",
@@ -170,8 +165,7 @@ def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
-    remember_local_node(inherited, is_own=True)
-    leave_note(_written_note(inherited))
+    remember_own_node()
 
 
 def prepare_workers(log_format: LogFormat) -> None:
@@ -192,54 +186,10 @@ def _forks_workers() -> bool:
 
 def _local_environment(log_format: LogFormat) -> dict[str, str]:
     """Return variables for the processes of a local cluster, where this process has no others."""
-    environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
+    environment = dict(_LOCAL_ENV)
     if log_format == "json":
         environment["RAY_BACKEND_LOG_JSON"] = "1"
     return environment
-
-
-def _written_note(environment: dict[str, str]) -> bytes:
-    """Return a note for drivers of this machine that join a local cluster: what raypipe set for its processes."""
-    names = [name for name in (*_LOCAL_ENV, _SAFE_PATH) if name in environment]
-    note = _identity() | {"environment": {name: environment[name] for name in names}}
-    return json.dumps(note).encode()
-
-
-def _read_note(text: bytes) -> dict[str, str] | None:
-    """Return variables of the processes of a local cluster of this machine; None for other clusters."""
-    note = json.loads(text) if text and boot_id() else {}
-    environment: dict[str, str] = note.pop("environment", {})
-    return environment if note == _identity() else None
-
-
-def _identity() -> dict[str, str | int]:
-    """Return what drivers have in common whose workers may be forks of one process."""
-    return {
-        "boot": boot_id(),
-        "user": os.getuid(),
-        "python": sys.executable,
-        "raypipe": str(Path(__file__).parents[1]),
-    }
-
-
-@functools.cache  # once per process
-def _end_fork_server_with_ray() -> None:
-    def ending(shutdown: Function) -> Function:
-        @functools.wraps(shutdown)
-        def both(*args: Any, **options: Any) -> Any:
-            try:
-                return shutdown(*args, **options)
-            finally:
-                fork_server.end()
-
-        return both
-
-    replace(
-        "ray.shutdown", ending, loss="a process without work stays until this one ends"
-    )
-
-
-_connecting = SimpleQueue[tuple[Wait, Future[None]]]()
 
 
 def connect_by_thread(wait: Wait) -> None:
@@ -253,27 +203,24 @@ def connect_by_thread(wait: Wait) -> None:
     if ray.is_initialized():
         connect()
         return
-    _start_connecting()
     connected = Future[None]()
-    _connecting.put((wait, connected))
+    threading.Thread(
+        target=_connect_and_stay,
+        args=(wait, connected),
+        name="raypipe-ray",
+        daemon=True,
+    ).start()
     connected.result()
 
 
-@functools.cache  # once per process
-def _start_connecting() -> None:
-    threading.Thread(target=_connect_forever, name="raypipe-ray", daemon=True).start()
-
-
-def _connect_forever() -> None:
-    while True:
-        wait, connected = _connecting.get()
-        try:
-            connect(wait=wait)
-        except BaseException as error:
-            connected.set_exception(error)
-        else:
-            connected.set_result(None)
-        del wait, connected
+def _connect_and_stay(wait: Wait, connected: Future[None]) -> None:
+    try:
+        connect(wait=wait)
+    except BaseException as error:
+        connected.set_exception(error)
+        return
+    connected.set_result(None)
+    threading.Event().wait()
 
 
 def keep_sigterm() -> None:

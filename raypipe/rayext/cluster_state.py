@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
 """Variable in the environment of all processes of a cluster that `connect` started."""
 
-# Ids of the node that this process started last, and of the node of a local cluster to which it connected last,
-# with variables in the environment of that node's processes.
-_own_node = ""
-_local_node = ""
-_local_environment: dict[str, str] = {}
+_own_node = ""  # id of the node that this process started last
 
 _OF_RAY_UP = "~/ray_bootstrap_config.yaml"
 _MAX_BYTES = 1 << 20
@@ -32,17 +28,10 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _ANSWER_S = 5.0  # longest wait for a node's statistics
 
 
-def remember_local_node(environment: dict[str, str], *, is_own: bool) -> None:
-    """Remember that this process is connected to the node of a local cluster, and variables of its processes.
-
-    Args:
-        is_own: whether this process started the node.
-    """
-    global _own_node, _local_node, _local_environment
-    _local_node = ray.get_runtime_context().get_node_id()
-    _local_environment = environment
-    if is_own:
-        _own_node = _local_node
+def remember_own_node() -> None:
+    """Remember that this process has started the node to which it is connected."""
+    global _own_node
+    _own_node = ray.get_runtime_context().get_node_id()
 
 
 def started_here() -> bool:
@@ -50,17 +39,9 @@ def started_here() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
 
 
-def local_environment() -> dict[str, str] | None:
-    """Return variables of the processes of the cluster, if `connect` started it on this machine; else None."""
-    is_known = (
-        ray.is_initialized() and ray.get_runtime_context().get_node_id() == _local_node
-    )
-    return _local_environment if is_known else None
-
-
 def is_local() -> bool:
-    """Return whether `connect` started the connected cluster on this machine, in whichever process."""
-    return local_environment() is not None or LOCAL_CLUSTER in os.environ
+    """Return whether `connect` started the connected cluster on this machine, here or in a worker's driver."""
+    return started_here() or LOCAL_CLUSTER in os.environ
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -205,6 +186,7 @@ def _of_kubernetes() -> dict[str, Any]:
         config: dict[str, Any] = derive(cluster)
         limits_of(config)  # raises if the configuration lacks a field
         return config
-    except Exception as error:  # the Kubernetes client raises many types, and a run works without the limits
+    # an answer that is late, refused, or of another form: a run works without the limits
+    except (OSError, LookupError, TypeError, ValueError) as error:
         logger.warning("cannot read the size limits of RayCluster %s: %s", name, error)
         return {}

@@ -20,7 +20,7 @@ from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypipe.progress import print_progress
-from raypipe.rayext.head import Head
+from raypipe.rayext.head import UNREACHABLE, Head
 from raypipe.rayext.kv_store import publish, published
 from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
 from raypipe.rayext.ray_thread import RayThread
@@ -149,7 +149,7 @@ class DriverWatch:
             head.ask(_ASK_S)
             self._answered_at = time.monotonic()
             self._is_gone = False
-        except Exception:
+        except UNREACHABLE:
             self._is_gone = head.refuses(_ASK_S)
             logger.debug("the head does not answer", exc_info=True)
 

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
-_START_S = 15.0  # time for the first block
 
 
 # Settings of a user's context that a stream takes over, for Ray Data's logs. All others decide what is delivered,
@@ -241,8 +240,6 @@ class StreamAutoscaler:
         if settings.traces:
             coordinator = this_process("coordinator")
             self._trace.enter_context(sending_trace(settings.supervisor, coordinator))
-        self._taken = 0  # blocks that ranks have taken
-        self._taken_at = time.monotonic() + _START_S
         self._answer: Any = None  # reference to the Supervisor's answer to a report
         self._num_waiting = 0  # ranks that wait, as they say, whether or not a finished block is there for them
 
@@ -287,9 +284,6 @@ class StreamAutoscaler:
             pending=actors.pending,
             restarting=actors.restarting,
         )
-        if flow.finished - waiting != self._taken:
-            self._taken = flow.finished - waiting
-            self._taken_at = now
         state = ""
         if flow.finished:
             state = flow.description(
@@ -300,7 +294,7 @@ class StreamAutoscaler:
             )
         ready = 1.0 - flow.waiting_of(self._ranks)
         answer = self._supervisor.execution_progress.remote(
-            self._name, now - self._taken_at, self._process, state, ready
+            self._name, now - self._keeper.taken_at, self._process, state, ready
         )
         self._answer = self._answer or answer
 

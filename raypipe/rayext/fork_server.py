@@ -3,9 +3,9 @@
     python fork_server.py LISTENER MODULE,…
 
 Otherwise each worker imports Ray, Ray Data, torch and raypipe, which is most of the CPU time of a start, and of a
-restart after a failure. The raylet starts `forked_worker` instead of a worker, and that sends the worker's
-arguments, environment, folder and outputs. A fork of this process gets them, and runs Ray's script for workers. It
-differs from a worker that Ray starts in three ways:
+restart after a failure. The raylet starts `forked_worker` instead of a worker, and that connects to this process.
+A fork of this process takes over the worker's arguments, environment, folder and outputs, and runs Ray's script
+for workers. It differs from a worker that Ray starts in three ways:
 
     its parent is this process       Ray knows workers by what they say when they register
     its modules were imported        none is a user's, so what these read at their import is as in a new process
@@ -14,7 +14,7 @@ differs from a worker that Ray starts in three ways:
 
 The seed of hash() is the server's, the same for all forks and in each run, unless PYTHONHASHSEED is set.
 Generators of random numbers are those of a new process: Python's and NumPy's are seeded again, and Ray's, of which
-equal states would give different objects one id, is not used before; the server tries that out before it serves.
+equal states would give different objects one id, is not used before.
 
 A process can be forked while no thread holds a lock: this one has a single thread of Python's, and the libraries
 that start threads when they are imported (OpenBLAS, Arrow's allocator) end or renew them in a fork.
@@ -29,17 +29,20 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 BASE_MODULES = (
     "ray.data",
@@ -59,7 +62,6 @@ TRAIN_MODULES = (
 )
 """Modules of the workers of a run."""
 
-_CREDENTIALS = "3i"  # Linux gives three integers: process, user, group
 _THREADS_OF_BLAS = "OPENBLAS_NUM_THREADS"
 # Ray reads these variables when it is imported. A worker without a job, as one that Ray starts in advance, gets
 # that of its first work; and each ends with the process that is named as the raylet, which is this server's.
@@ -68,18 +70,24 @@ _NO_JOB = "ffffffff"
 _RAYLET = "RAY_RAYLET_PID"
 _OOM_SCORE = "RAY_worker_oom_score_adjustment"
 _PR_SET_PDEATHSIG = 1
+# Arguments of a worker that are for Ray's `setup_worker.py`.
+_LANGUAGE = "--language"
+_CONTEXT = "--serialized-runtime-env-context"
 
 
-class _Server(NamedTuple):
+@dataclass
+class _Server:
     """The fork server of this process's cluster.
 
     Attributes:
         process: it ends when its standard input does.
-        address: its abstract address.
+        address: path of its socket, in a folder that only this user can enter.
+        is_taken: whether a cluster has it.
     """
 
     process: subprocess.Popen[bytes]
-    address: str
+    address: Path
+    is_taken: bool = False
 
 
 _servers = list[_Server]()  # at most one
@@ -87,20 +95,17 @@ _servers = list[_Server]()  # at most one
 
 def start(modules: tuple[str, ...], environment: dict[str, str]) -> None:
     """Start the server of the cluster that this process is about to start, unless it runs, with an environment."""
-    if _servers and _servers[0].process.poll() is None:
+    if _servers and not _servers[0].is_taken:
         return
     end()
     # Forks share the seed of hash(): with this one, another run on this machine makes the same of a user's set.
     environment = {"PYTHONHASHSEED": "0", **environment}
     if "OMP_NUM_THREADS" not in environment:
         environment.setdefault(_THREADS_OF_BLAS, "1")
-    with contextlib.suppress(OSError):  # workers then start by Ray's own command
-        _servers.append(_started(modules, environment))
-
-
-def _started(modules: tuple[str, ...], environment: dict[str, str]) -> _Server:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("")  # any abstract address
+    address = Path(tempfile.mkdtemp(prefix="raypipe-fork-"), "socket")
+    # If the path is too long, workers start by Ray's own command.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
         listener.listen(64)
         file = listener.fileno()
         process = subprocess.Popen(
@@ -112,136 +117,53 @@ def _started(modules: tuple[str, ...], environment: dict[str, str]) -> _Server:
             env=environment,
             process_group=0,  # Ctrl-C is for the driver
         )
-        address = listener.getsockname().removeprefix(b"\0").decode()
-    return _Server(process, address)
+        _servers.append(_Server(process, address))
 
 
-def address() -> str:
-    """Return the address of the server that this process has started; empty = there is none."""
-    return _servers[0].address if _servers else ""
+def take() -> str:
+    """Return the address of the server for the cluster that now starts; empty = there is none."""
+    if not _servers:
+        return ""
+    _servers[0].is_taken = True
+    return str(_servers[0].address)
 
 
 def end() -> None:
     """End the server, if there is one, and the workers that it has forked."""
     while _servers:
-        process = _servers.pop().process
-        process.kill()
-        process.communicate()
+        server = _servers.pop()
+        server.process.kill()
+        server.process.communicate()
+        shutil.rmtree(server.address.parent, ignore_errors=True)
 
 
 # The server's process
-
-
-class _Request(NamedTuple):
-    """A worker to fork.
-
-    Attributes:
-        arguments: Ray's script for workers, and its arguments.
-        variables: the environment, as NAME=VALUE.
-        folder: the current folder.
-        outputs: files for standard output and standard error.
-    """
-
-    arguments: list[str]
-    variables: list[str]
-    folder: str
-    outputs: list[int]
-
-
-class _ClassIds:
-    """Replacement of Ray's ids of actors' classes: random ones that do not use Ray's generator."""
-
-    @staticmethod
-    def from_random() -> Any:
-        from ray._raylet import ActorClassID
-
-        return ActorClassID(os.urandom(ActorClassID.size()))
 
 
 def _import(modules: list[str]) -> None:
     """Import modules; the workers import those that fail here."""
     import ray.actor
 
-    gc.disable()
+    # Each class of an actor draws an id; these do not use Ray's generator.
     ids = ray.actor.ActorClassID
-    vars(ray.actor)["ActorClassID"] = _ClassIds
+    drawn = SimpleNamespace(from_random=lambda: ids(os.urandom(ids.size())))
+    vars(ray.actor)["ActorClassID"] = drawn
     for name in modules:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
     vars(ray.actor)["ActorClassID"] = ids
     gc.freeze()  # forks share the memory of objects that no collection touches
 
 
-def _ids_differ() -> bool:
-    """Return whether two forks draw different ids of objects: Ray's generator is seeded at its first use."""
-    from ray._raylet import ObjectID
-
-    drawn = set[bytes]()
-    for _ in range(2):
-        (reads, writes) = os.pipe()
-        fork = os.fork()
-        if fork == 0:
-            os.write(writes, ObjectID.from_random().binary())
-            os._exit(0)
-        os.close(writes)
-        with os.fdopen(reads, "rb") as pipe:
-            drawn.add(pipe.read())
-        os.waitpid(fork, 0)
-    return len(drawn) == 2 and b"" not in drawn
-
-
-def _decoded(data: bytes) -> list[list[str]]:
-    """Return the lists of words of a request, see `forked_worker`."""
-    words = [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
-    lists = []
-    while words:
-        num = int(words[0])
-        lists.append(words[1 : num + 1])
-        words = words[num + 1 :]
-    return lists
-
-
-def _received(connection: socket.socket) -> _Request:
-    size, outputs, _, _ = socket.recv_fds(connection, 8, 2)
-    missing = int.from_bytes(size, "big")
-    data = b""
-    while missing > len(data):
-        received = connection.recv(missing - len(data))
-        if not received:
-            raise ConnectionError
-        data += received
-    arguments, variables, (folder,) = _decoded(data)
-    return _Request(arguments, variables, folder, outputs)
-
-
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end."""
-    size = struct.calcsize(_CREDENTIALS)
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    process, user, _ = struct.unpack(_CREDENTIALS, data)
-    return process, user
-
-
-def _parent(process: int) -> int:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[1])
-
-
-def _can_fork() -> bool:
-    """Return, in a fork, whether it can use CUDA like a new process."""
-    torch = sys.modules.get("torch.cuda")
-    return torch is None or not torch._is_in_bad_fork()
-
-
-def serve(listener: socket.socket, driver: int) -> _Request | None:
-    """Fork a worker for each request; returns its request in each worker, and None in the server, at its end.
+def serve(listener: socket.socket, driver: int) -> tuple[socket.socket, int] | None:
+    """Fork for each process of `forked_worker` that connects; returns None in the server, at its end.
 
     Args:
         driver: file that ends with the driver.
+
+    Returns:
+        In a fork, the connection, and the id of the process.
     """
-    if threading.active_count() > 1 or not _ids_differ():
-        # a module has started a thread or drawn an id
-        return None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     ends = [driver]
     while True:
@@ -249,52 +171,79 @@ def serve(listener: socket.socket, driver: int) -> _Request | None:
         if listener.fileno() not in ready:
             return None
         connection, _ = listener.accept()
-        with connection:
-            process, user = _peer(connection)
-            if user != os.getuid():
-                continue
-            try:
-                request = _received(connection)
-                if len(ends) == 1:
-                    ends.append(os.pidfd_open(_parent(process)))
-                is_worker = os.fork() == 0
-            except (OSError, ValueError):
-                continue
-            if is_worker:
-                if not _can_fork():
-                    os._exit(1)
-                for file in (listener.detach(), *ends[1:]):
-                    os.close(file)
-                connection.sendall(b"1")
-                return request
-            for file in request.outputs:
-                os.close(file)
+        try:
+            process, raylet = map(int, connection.recv(64).split())
+            if len(ends) == 1:
+                ends.append(os.pidfd_open(raylet))
+            is_fork = os.fork() == 0
+        except (OSError, ValueError):  # the process has ended
+            is_fork = False
+        if is_fork:
+            return connection, process
+        connection.close()
 
 
-def _become(request: _Request) -> None:
-    """Make this process what Ray's command would have started."""
+def worker_arguments(
+    command: list[str], environment: dict[str, str]
+) -> list[str] | None:
+    """Return the arguments of Ray's script for a worker, without those for `setup_worker.py`. Pure.
+
+    None = the worker needs that script: it has a runtime environment that its process does not have already.
+    """
+    settings = dict[str, str]()
+    kept = []
+    for argument in command:
+        name, _, value = argument.partition("=")
+        if name in (_LANGUAGE, _CONTEXT):
+            settings[name] = value
+        else:
+            kept.append(argument)
+    context = json.loads(settings.get(_CONTEXT) or "{}")
+    variables: dict[str, str] = context.pop("env_vars", {})
+    if context.pop("py_executable", sys.executable) != sys.executable:
+        return None
+    if any(context.values()) or variables.items() - environment.items():
+        return None
+    is_python = settings.get(_LANGUAGE) == "PYTHON" and kept[0].endswith(".py")
+    return kept if is_python else None
+
+
+def _words(path: Path) -> list[str]:
+    """Return the words of a file of /proc, each of which ends with a zero byte."""
+    return [os.fsdecode(word) for word in path.read_bytes().split(b"\0")[:-1]]
+
+
+def _become(process: int) -> None:
+    """Make this fork what Ray's command would have started in a process of `forked_worker`; exit if it cannot."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if str(os.getppid()) != os.environ[_RAYLET]:  # the server has ended before
-        os._exit(1)
-    gc.enable()
+        sys.exit(1)
+    about = Path(f"/proc/{process}")
+    environment = dict[str, str]()
+    for variable in _words(about / "environ"):
+        name, _, value = variable.partition("=")
+        environment[name] = value
+    _, _, *command = _words(about / "cmdline")
+    arguments = worker_arguments(command, environment)
+    if arguments is None:
+        sys.exit(1)
     os.setpgid(0, 0)
-    os.chdir(request.folder)
+    os.chdir(about / "cwd")
     null = os.open(os.devnull, os.O_RDONLY)
-    for file, target in zip((null, *request.outputs), (0, 1, 2), strict=True):
+    outputs = [os.open(about / "fd" / n, os.O_WRONLY | os.O_APPEND) for n in ("1", "2")]
+    for file, target in zip((null, *outputs), (0, 1, 2), strict=True):
         os.dup2(file, target)
         os.close(file)
     os.environ.clear()
-    for variable in request.variables:
-        name, _, value = variable.partition("=")
-        os.environ[name] = value
+    os.environ.update(environment)
     os.environ[_JOB] = _NO_JOB
     # the raylet does so for a process that it starts itself: without memory, the kernel ends workers first
     with contextlib.suppress(OSError):
         score = os.environ.get(_OOM_SCORE, "1000")
         Path("/proc/self/oom_score_adj").write_text(score)
-    sys.argv = request.arguments
-    sys.path.insert(0, str(Path(request.arguments[0]).parent))
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # each process has its own
     sys.modules["ray._raylet"].Config.initialize("")  # the environment's settings
@@ -302,13 +251,20 @@ def _become(request: _Request) -> None:
 
 def main() -> None:
     """Serve until the driver or the raylet ends; in a fork, be the worker."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
     os.environ |= {_JOB: _NO_JOB, _RAYLET: str(os.getpid())}
-    _import(sys.argv[2].split(","))
-    request = serve(listener, driver=0)
-    if request:
-        _become(request)
-        runpy.run_path(request.arguments[0], run_name="__main__")
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        address = Path(listener.getsockname())
+        _import(sys.argv[2].split(","))
+        # a fork may hang if a module has started a thread
+        asked = serve(listener, driver=0) if threading.active_count() == 1 else None
+    if asked is None:
+        shutil.rmtree(address.parent, ignore_errors=True)
+        return
+    connection, process = asked
+    with connection:
+        _become(process)
+        connection.sendall(b"1")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

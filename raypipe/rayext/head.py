@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.experimental import internal_kv
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.ray_private import find_private
@@ -16,8 +14,10 @@ from raypipe.rayext.startup import Wait
 
 _CONNECT_S = 3.0  # timeout of a connection to a port
 _WRONG_TOKEN = "InvalidAuthToken"  # Ray's error has no type for it, only this word
-_NOTE = b"raypipe"  # a key of Ray's store for a cluster
 _LOST_S = 5.0  # a living head answers at once
+
+UNREACHABLE = (OSError, ValueError, RuntimeError, ray.exceptions.RayError)
+"""Errors of host names, sockets and Ray for a head that does not answer."""
 
 
 class Head:
@@ -27,17 +27,14 @@ class Head:
         self._address = address
         self._client: GcsClient | None = None
 
-    def ask(self, timeout_s: float | None = None) -> bytes:
-        """Return what `leave_note` left at the head once it has answered; raise one of many types of errors if it
-        does not.
-        """
+    def ask(self, timeout_s: float | None = None) -> None:
+        """Return once the head has answered; raise one of `UNREACHABLE` if it does not."""
         try:
             self._client = self._client or GcsClient(address=self._address)
-            note = self._client.internal_kv_get(_NOTE, None, timeout=timeout_s)
-        except Exception:
+            self._client.internal_kv_get(b"raypipe", None, timeout=timeout_s)
+        except UNREACHABLE:
             self._client = None
             raise
-        return note or b""
 
     def connect(self, timeout_s: float) -> None:
         """Return if the head accepts a connection; raise OSError or ValueError if not."""
@@ -55,14 +52,8 @@ class Head:
         return False
 
 
-def leave_note(note: bytes) -> None:
-    """Leave a note at the head of the connected cluster, for all who connect to it; without Ray's store, none."""
-    with contextlib.suppress(Exception):
-        internal_kv._internal_kv_put(_NOTE, note, overwrite=True)
-
-
-def wait_for_head(address: str, wait: Wait) -> bytes:
-    """Wait until the head of the cluster at an address answers; return the note that was left there, if any.
+def wait_for_head(address: str, wait: Wait) -> None:
+    """Wait until the head of the cluster at an address answers.
 
     Ray itself would wait for minutes, without a message, and without reacting to signals.
 
@@ -73,7 +64,6 @@ def wait_for_head(address: str, wait: Wait) -> bytes:
     ended = threading.Event()
     is_denied = threading.Event()
     reason = ["no answer"]
-    note = [b""]
 
     # In a thread, since signals interrupt the main thread only in Python code.
     def ask() -> None:
@@ -84,10 +74,9 @@ def wait_for_head(address: str, wait: Wait) -> bytes:
                     head = Head(host_and_port)
                     head.connect(_CONNECT_S)
                     reason[0] = "it accepts connections, but does not answer"
-                    note[0] = head.ask()
+                    head.ask()
                 return answered.set()
-            # Host names, sockets and Ray raise different types.
-            except Exception as error:
+            except UNREACHABLE as error:
                 reason[0] = str(error) or type(error).__name__
                 if _WRONG_TOKEN in reason[0]:
                     return is_denied.set()
@@ -103,7 +92,6 @@ def wait_for_head(address: str, wait: Wait) -> bytes:
             wait.turn(f"the Ray cluster at {address} ({reason[0]})", 0)
     finally:
         ended.set()
-    return note[0]
 
 
 def _resolved(address: str) -> str | None:
@@ -125,6 +113,6 @@ def is_head_lost() -> bool:
         return False
     try:
         wait_for_head(ray.get_runtime_context().gcs_address, Wait(_LOST_S))
-    except Exception:
+    except ResourceError:
         return True
     return False

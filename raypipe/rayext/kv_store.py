@@ -6,11 +6,11 @@ Ray's internal key-value store. Without that store, the actor begins with nothin
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -22,6 +22,17 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = b"raypipe-memory"
 _LOOK_S = 0.2
+
+
+def _ask(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call Ray's store; None = it does not answer."""
+    try:
+        return call(*args, namespace=_NAMESPACE, **options)
+    except (
+        Exception
+    ):  # Ray raises other errors before it starts, while it ends, and without a head
+        logger.debug("Ray's store does not answer", exc_info=True)
+        return None
 
 
 class Memory:
@@ -42,12 +53,7 @@ class Memory:
 
     def load(self) -> Any:
         """Return what the actor's earlier process has saved; None = nothing."""
-        try:
-            content = internal_kv._internal_kv_get(self._key, namespace=_NAMESPACE)
-            return pickle.loads(content) if content else None
-        except Exception:
-            logger.warning("the memory of an earlier process is lost", exc_info=True)
-            return None
+        return published(self._key.decode())
 
     def save(self, state: Any, at_once: bool = False) -> None:
         """Replace the memory, within moments.
@@ -67,13 +73,8 @@ class Memory:
             self._put()
 
     def _put(self) -> None:
-        try:
-            with self._writing:
-                internal_kv._internal_kv_put(
-                    self._key, self._newest, overwrite=True, namespace=_NAMESPACE
-                )
-        except Exception:
-            logger.debug("the memory of an actor cannot be written", exc_info=True)
+        with self._writing:
+            _ask(internal_kv._internal_kv_put, self._key, self._newest, overwrite=True)
 
 
 def was_restarted() -> bool:
@@ -93,31 +94,23 @@ def forget(actor: Any) -> None:
 
 def publish(key: str, value: Any) -> bool:
     """Publish a value for other processes of the cluster; return whether the head has it."""
-    with contextlib.suppress(Exception):
-        internal_kv._internal_kv_put(
-            key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE
-        )
-        return True
-    return False
+    content = pickle.dumps(value)
+    put = internal_kv._internal_kv_put
+    return _ask(put, key.encode(), content, overwrite=True) is not None
 
 
 def published_keys(prefix: str) -> list[str]:
     """Return the keys of published values that begin with a prefix; none if the head does not answer."""
-    with contextlib.suppress(Exception):
-        keys = internal_kv._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)
-        return [key.decode() for key in keys]
-    return []
+    keys = _ask(internal_kv._internal_kv_list, prefix.encode())
+    return [key.decode() for key in keys or ()]
 
 
 def published(key: str) -> Any:
     """Return a published value; None = there is none."""
-    with contextlib.suppress(Exception):
-        content = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
-        return pickle.loads(content) if content else None
-    return None
+    content = _ask(internal_kv._internal_kv_get, key.encode())
+    return pickle.loads(content) if content else None
 
 
 def withdraw(key: str) -> None:
     """Remove a published value."""
-    with contextlib.suppress(Exception):
-        internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)
+    _ask(internal_kv._internal_kv_del, key.encode())

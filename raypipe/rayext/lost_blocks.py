@@ -140,7 +140,8 @@ class LostBlocks:
             stats = physical_operator.TaskExecDriverStats(0.0)
             task._task_done_callback(None, None, stats)
             return
-        with contextlib.suppress(Exception):  # it would be repeated for nobody
+        # it would be repeated for nobody
+        with contextlib.suppress(ray.exceptions.RayError, TypeError, ValueError):
             ray.cancel(task._streaming_gen)
         options = self._op._ray_actor_task_remote_args
         task._streaming_gen = self._given(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ _SPARE = 1.25
 
 # A restart takes a few seconds for the process. An actor that has not started after this time has no CPUs.
 _PATIENCE_S = 5.0
+_START_S = 15.0  # time for the first block
 # Actors are queued for a moment even if there is room.
 _QUEUE_S = 2.0
 # Share of time in which ranks wait, above which the pool grows.
@@ -150,6 +151,9 @@ class PoolKeeper:
         now: seconds of a monotonic clock.
         actors: number of actors that the pool has from its first block on; 0 = as many as it has then.
         run: name of the run. Its pool does not grow while another one starts.
+
+    Attributes:
+        taken_at: when a rank has last taken a block; before the first one, when that is due.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class PoolKeeper:
         self._finished = 0
         self._has_reported = False
         self._taken = 0  # blocks that ranks have taken
-        self._taken_at = now
+        self.taken_at = now + _START_S
         self._silent = SilentNodes()
         # actor that died with blocks → time of its death
         self._dead_since: dict[Any, float] = {}
@@ -225,7 +229,7 @@ class PoolKeeper:
         self._size(now, finished, ranks_waiting, moved=has_moved)
         self._taken = finished - waiting
         if has_moved:
-            self._taken_at = now
+            self.taken_at = now
         self._tell_awaited()
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
@@ -259,32 +263,27 @@ class PoolKeeper:
             moved=moved,
         )
         size = running + pending
-        restarting = any(state.is_restarting for state in pool._running_actors.values())
-        if (
-            decision is not None
-            and decision.size > size
-            and (restarting or another_starts(self._run))
-        ):
-            # New actors would take the CPUs of these, or those that a check has promised.
-            decision = None
-        if (
-            decision is not None
-            and self._most is not None
-            and decision.size > self._most
-        ):
-            if size < self._most:
-                decision = replace(decision, size=self._most)
-            else:
-                decision = None
         if decision is not None:
-            self._target = decision.size
-            self._supervisor.pool_scaled.remote(
-                f"{size} → {decision.size} transform actors: {decision.reason}"
-            )
-            if decision.size > size:
-                self._grow(decision.size - size, decision.reason)
+            self._resize(size, decision)
         if self._target is not None and self._target < size:
             self._shrink(size - self._target)
+
+    def _resize(self, size: int, decision: Decision) -> None:
+        """Follow a decision, up to the limit; the pool shrinks at later turns."""
+        wanted = decision.size
+        if self._most is not None and wanted > self._most:
+            wanted = self._most
+            if size >= wanted:
+                return
+        if wanted > size:
+            # New actors would take the CPUs of these, or those that a check has promised.
+            if self._pool.num_restarting_actors() or another_starts(self._run):
+                return
+            self._grow(wanted - size, decision.reason)
+        self._target = wanted
+        self._supervisor.pool_scaled.remote(
+            f"{size} → {wanted} transform actors: {decision.reason}"
+        )
 
     def _planned_size(self) -> int:
         """Return how many actors the pool has once those have started that wait for the first block."""
@@ -321,48 +320,36 @@ class PoolKeeper:
         """
         while surplus and self._pool._try_remove_pending_actor():
             surplus -= 1
-        surplus -= self._release_lost(surplus)
-        states = self._pool._running_actors.items()
-        on_node = Counter(state.actor_location for _, state in states)
+        states = self._pool._running_actors
+        free = [actor for actor in states if not states[actor].num_tasks_in_flight]
+        # their restart would be useless
+        dead = [actor for actor in free if states[actor].is_restarting][:surplus]
+        for actor in dead:
+            self._pool._release_running_actor(actor)
+        on_node = Counter(state.actor_location for state in states.values())
         labelled = {node["NodeID"] for node in nodes() if is_labelled(node)}
-        idle = [
-            (
-                state.actor_location in labelled,
-                on_node[state.actor_location],
-                state.actor_location,
-                actor,
-            )
-            for actor, state in states
-            if not (
-                state.num_tasks_in_flight
-                or state.is_restarting
-                or actor in self._leaving
-            )
-        ]
-        num_running = sum(1 for _, state in states if not state.is_restarting)
-        for *_, actor in sorted(idle, key=lambda entry: entry[:3])[
-            : max(0, min(surplus, num_running - 1))
-        ]:
-            self._pool._release_running_actor(actor)
 
-    def _release_lost(self, limit: int) -> int:
-        """Release dead actors without blocks, whose restart would be useless; return their number."""
-        states = self._pool._running_actors.items()
-        lost = [
+        def order(actor: Any) -> tuple[bool, int, str]:
+            node = states[actor].actor_location
+            return node in labelled, on_node[node], node
+
+        idle = [
             actor
-            for actor, state in states
-            if state.is_restarting and not state.num_tasks_in_flight
+            for actor in free
+            if actor in states
+            and not (states[actor].is_restarting or actor in self._leaving)
         ]
-        for actor in lost[:limit]:
+        num_running = sum(not state.is_restarting for state in states.values())
+        num = max(0, min(surplus - len(dead), num_running - 1))
+        for actor in sorted(idle, key=order)[:num]:
             self._pool._release_running_actor(actor)
-        return len(lost[:limit])
 
     def _make_again(self, now: float, ranks_waiting: float) -> None:
         """Give the blocks of actors that are lost with their node, or find no CPUs to restart, to others."""
         there = nodes()
         hosts = {s.actor_location for s in self._pool._running_actors.values()}
         silent = self._silent.found()
-        is_still = ranks_waiting and now - self._taken_at >= _STILL_S
+        is_still = ranks_waiting and now - self.taken_at >= _STILL_S
         self._silent.ask(
             node
             for node in there
@@ -401,36 +388,29 @@ class PoolKeeper:
             going: node id → end, see `cluster_state.draining`.
         """
         running = {
-            actor: s
-            for actor, s in self._pool._running_actors.items()
-            if not s.is_restarting
+            actor: state
+            for actor, state in self._pool._running_actors.items()
+            if not state.is_restarting
         }
-        on_node = defaultdict[str, list[Any]](list)
-        for actor, state in running.items():
-            if state.actor_location in going:
-                on_node[state.actor_location].append(actor)
-        for node, actors in on_node.items():
-            if new := [actor for actor in actors if actor not in self._leaving]:
-                self._leaving |= set(new)
+        self._leaving &= running.keys()
+        for node, end_ms in going.items():
+            on_node = {
+                a for a, state in running.items() if state.actor_location == node
+            }
+            if new := on_node - self._leaving:
+                self._leaving |= new
                 self._grow(len(new), "their node is about to go")
-                if going[node]:
-                    left = f" in {going[node] / 1000 - time.time():.0f} s"
-                else:
-                    left = ""
+                left = f" in {end_ms / 1000 - time.time():.0f} s" if end_ms else ""
                 self._supervisor.note.remote(
                     f"node {node[:8]} is about to go{left}: its {len(new)} transform actors get no more blocks, "
                     "and the pool starts as many on other nodes",
                     "node_drained",
                 )
-        self._leaving &= running.keys()
         if running.keys() - self._leaving:
-            for actor in [
-                actor
-                for actor in self._leaving
-                if not running[actor].num_tasks_in_flight
-            ]:
-                self._leaving.remove(actor)
-                self._pool._release_running_actor(actor)
+            for actor in list(self._leaving):
+                if not running[actor].num_tasks_in_flight:
+                    self._leaving.remove(actor)
+                    self._pool._release_running_actor(actor)
 
     def _report_no_actors(self, now: float) -> None:
         info = self._op.get_actor_info()

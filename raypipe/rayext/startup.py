@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_LINE_S = 1.0
 _LINE_EVERY_S = 30.0
-_KILL_S = 5.0  # longest wait for the end of a call that may never return
 
 _STARTING = "raypipe-start"
 _HOLDER_S = 2.0  # time for the other run's actor to answer
@@ -130,17 +128,8 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
     try:
         yield actor
     finally:
-        # In a thread, since without a head the call may never return.
-        killing = threading.Thread(
-            target=_kill, args=(actor,), daemon=True, name="raypipe-kill"
-        )
-        killing.start()
-        killing.join(_KILL_S)
-
-
-def _kill(actor: Any) -> None:
-    with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
-        ray.kill(actor)
+        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+            ray.kill(actor)  # does not wait for the head
 
 
 def _holder() -> str:

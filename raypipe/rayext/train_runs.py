@@ -21,7 +21,6 @@ from ray.train.v2.api.exceptions import ControllerError
 from raypipe.errors import ResourceError
 from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
-from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ def adapt(controller: Any) -> None:
     if any(isinstance(callback, FinalErrors) for callback in run_callbacks):
         return
     introduce()
-    for name in _SILENCED if are_on() else ():
+    for name in _SILENCED:
         # A filter, since Ray Train resets the levels of its loggers when a run begins.
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(_is_error)
     if constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:

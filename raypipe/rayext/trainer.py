@@ -42,7 +42,6 @@ from raypipe.rayext.failures import deaths, explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.ray_private import Function, replace
 from raypipe.rayext.train_runs import is_cleaner, join_run
-from raypipe.rayext.tweaks import are_on, inherit_environment, without_environment
 
 logger = logging.getLogger(__name__)
 
@@ -129,18 +128,7 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
 
 
 class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
-    """Ray Train's policy of a fixed number of workers.
-
-    A cluster of one machine has no autoscaler, so Ray Train's actor that asks for nodes does not start there.
-    """
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        if not (are_on() and is_local()):
-            super().after_controller_start(train_run_context)
-
-    def _maybe_send_resource_request(self) -> None:
-        if self._coordinator_client is not None:
-            super()._maybe_send_resource_request()
+    """Ray Train's policy of a fixed number of workers."""
 
 
 class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):
@@ -270,16 +258,11 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
 
 
 class _Setup(ControllerCallback):
-    """Callback that sets up Ray Train's controller: the log format, and the environment of its trainers."""
+    """Callback that sets up the log of Ray Train's controller."""
 
     def __init__(self, log_format: LogFormat, run: str) -> None:
         self._log_format = log_format
         self._run = run
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # The controller receives it before it does anything.
-        self.__dict__.update(state)
-        inherit_environment()
 
     def after_controller_start(self, train_run_context: Any) -> None:
         configure_logs(self._log_format, run=self._run)
@@ -381,23 +364,18 @@ class RunTrainer(TorchTrainer):
         options["failure_policy"] = OnlyDeathsPolicy(
             self.run_config.failure_config, self._run, self._run_uri
         )
-        with without_environment():
-            return super()._initialize_and_run_controller(**options)
+        return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        setup = _Setup(self._log_format, self._run)
-        callbacks = super()._create_default_callbacks()
-        if not are_on():
-            return [*callbacks, setup]
-        # This one would start an actor, to distribute Ray Train's datasets, which a run does not have.
+        # Two of Ray Train's callbacks start actors: one distributes datasets, which a run does not have; the other
+        # frees what a dead controller has reserved, which ends with a local cluster.
         callbacks = [
             callback
-            for callback in callbacks
+            for callback in super()._create_default_callbacks()
             if not isinstance(callback, datasets.DatasetsCallback)
+            and not (is_local() and is_cleaner(callback))
         ]
-        if is_local():
-            callbacks = [callback for callback in callbacks if not is_cleaner(callback)]
-        return [*callbacks, setup]
+        return [*callbacks, _Setup(self._log_format, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller

@@ -1,8 +1,8 @@
-"""The lines of Ray's workers on their way to this process's console: JSON lines if this process logs JSON.
+"""The lines of Ray's workers on their way to this process's console.
 
-Ray prints each line of its workers after the name of the process, `(RayTrainWorker pid=…)`. If this process logs
-JSON, all lines are printed as JSON: a user's print, a crash of Python, a message of Ray. See `tweaks.sift` for the
-lines that have no meaning to a run's user.
+Ray prints each line of its workers after the name of the process, `(RayTrainWorker pid=…)`. The progress of a
+run's trainers is printed without it. If this process logs JSON, all lines are printed as JSON: a user's print, a
+crash of Python, a message of Ray.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 import logging
 import os
 import re
+import threading
 from typing import Any
 
 from raypipe.logs import is_json
-from raypipe.progress import print_progress, spares_output
+from raypipe.progress import RELAY, print_progress, spares_output
 from raypipe.rayext.ray_private import find_private, replace
-from raypipe.rayext.tweaks import sift
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ _JSON_LINE = re.compile(r'^\{"')
 _PRINT = "ray._private.worker.print_to_stdstream"
 _DISPATCHER = "ray._private.ray_logging.global_worker_stdstream_dispatcher"
 _LOSS = "lines of Ray's workers are not printed as JSON, and all of them are printed"
+_END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
+
+_progress_ended = threading.Event()
 
 
 def take_worker_logs() -> None:
@@ -47,14 +51,20 @@ def take_worker_logs() -> None:
             dispatcher.handlers[number] = (name, new)
 
 
-def gets_worker_logs() -> bool:
-    """Return whether Ray sends its workers' lines to this process, and raypipe prints them."""
+def begin_progress() -> bool:
+    """Begin the progress of a run's trainers; return whether its lines are shown without Ray's prefix."""
+    _progress_ended.clear()
     dispatcher = find_private(_DISPATCHER, _LOSS)
     handlers = dispatcher.handlers if dispatcher else ()
-    return any(
+    return are_on() and any(
         getattr(getattr(handler, "func", None), "is_raypipes", False)
         for _, handler in handlers
     )
+
+
+def await_progress() -> None:
+    """Wait for the end of the trainers' progress, a few seconds at most."""
+    _progress_ended.wait(_END_S)
 
 
 def _printing(print_lines: Any) -> Any:
@@ -66,8 +76,12 @@ def _printing(print_lines: Any) -> Any:
             events = find_private("ray._private.worker.filter_autoscaler_events", _LOSS)
             lines = events(lines) if events else lines
         kept = []
-        for line in sift(lines):
-            if is_json() and not line.startswith("{"):
+        for line in lines:
+            if line == RELAY:
+                _progress_ended.set()
+            elif line.startswith(RELAY):
+                print(line.removeprefix(RELAY), flush=True)
+            elif is_json() and not line.startswith("{"):
                 print_progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
             else:
                 kept.append(line)

@@ -28,7 +28,7 @@ from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.rayext.failures import deaths
 from raypipe.rayext.kv_store import was_restarted
-from raypipe.rayext.processes import this_process
+from raypipe.rayext.processes import this_process, yield_cpus
 from raypipe.rayext.trace_sender import TraceSender
 from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
@@ -71,6 +71,7 @@ class TransformWorker:
         supervisor: Any,
         ranks_folder: str = "",
     ) -> None:
+        yield_cpus()
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)

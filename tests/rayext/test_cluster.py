@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import stat
@@ -70,54 +69,38 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the cluster that `connect` joins; "local" = it starts one."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: b"")
-    monkeypatch.setattr(cluster, "remember_local_node", lambda _, is_own: None)
-    monkeypatch.setattr(cluster, "leave_note", lambda _: None)
+    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
+    monkeypatch.setattr(cluster, "remember_own_node", lambda: None)
     cluster.connect()
     return str(told["address"])
 
 
-@pytest.mark.parametrize(
-    ("changed", "has_environment"),
-    [
-        ({}, False),
-        ({"boot": "another machine's"}, True),
-        ({"user": os.getuid() + 1}, True),
-        ({"raypipe": "/another/checkout/raypipe"}, True),
-        ({"environment": {}}, True),  # a later release may need other variables
-    ],
-)
-def test_a_driver_brings_an_environment_unless_a_local_cluster_has_it(
-    changed: dict[str, Any], has_environment: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_brings_what_forks_of_a_local_cluster_have_already(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: dict[str, Any] = {}
-    environment = cluster._local_environment("text")
-    note = json.loads(cluster._written_note(environment)) | changed
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: json.dumps(note).encode())
-    monkeypatch.setattr(cluster, "remember_local_node", lambda _, is_own: None)
+    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
     cluster.connect("head:6379")
-    assert ("runtime_env" in told) == has_environment
-
-
-def test_a_note_has_no_variables_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = cluster._local_environment("text") | {"AWS_SECRET_ACCESS_KEY": "1"}
-    assert b"AWS" not in cluster._written_note(environment)
+    brought = told["runtime_env"]["env_vars"]
+    assert brought.items() <= cluster._local_environment("text").items()
+    # another checkout's workers are not forks
+    assert brought["RAYPIPE_CODE"] == str(Path(cluster.__file__).parents[1])
 
 
 _SECOND_DRIVER = """
 import os, ray, raypipe
 from pathlib import Path
-from raypipe.rayext.cluster_state import is_local, started_here
+from raypipe.rayext.cluster_state import started_here
 raypipe.connect()
 
 @ray.remote(num_cpus=0)
 def parent():
     return Path(f"/proc/{os.getppid()}/cmdline").read_text()
 
-print("fork_server" in ray.get(parent.remote()), is_local(), started_here())
+print("fork_server" in ray.get(parent.remote()), started_here())
 """
 
 
@@ -134,7 +117,7 @@ def test_workers_of_a_second_driver_of_a_local_cluster_are_forks_too(
         text=True,
         check=False,
     )
-    assert ended.stdout.split() == ["True", "True", "False"], ended.stderr
+    assert ended.stdout.split() == ["True", "False"], ended.stderr
 
 
 def test_a_cluster_that_ray_start_runs_on_this_machine_is_joined(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 from patience import until
 
-from raypipe.rayext import fork_server
-from raypipe.rayext.forked_worker import is_forked, worker_arguments
+from raypipe.rayext import fork_server, forked_worker
+from raypipe.rayext.fork_server import worker_arguments
+from raypipe.rayext.forked_worker import ADDRESS, is_forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+
+def _context(**settings: object) -> str:
+    return f"--serialized-runtime-env-context={json.dumps(settings)}"
+
 
 _WORKER = ["default_worker.py", "--node-id=ab", "--worker-id=cd"]
 # What Ray's script for workers would be: it tells what it is.
@@ -43,10 +49,10 @@ time.sleep(1000)
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    fork_server.end()
-    fork_server.start(("fractions", "a_missing_module", "ray.data"), dict(os.environ))
+    modules = ("fractions", "a_missing_module", "ray.data")
+    fork_server.start(modules, dict(os.environ))
     try:
-        yield fork_server.address()
+        yield fork_server.take()
     finally:
         fork_server.end()
 
@@ -57,66 +63,56 @@ def server() -> Iterator[str]:
         (["--language=PYTHON"], True),
         (["--language=PYTHON", "--serialized-runtime-env-context={}"], True),
         (["--language=PYTHON", "--serialized-runtime-env-context="], True),
+        (["--language=PYTHON", _context(env_vars={"A": "1"})], True),
+        (["--language=PYTHON", _context(py_executable=sys.executable)], True),
         (["--serialized-runtime-env-context={}"], False),
-        (
-            [
-                "--language=PYTHON",
-                '--serialized-runtime-env-context={"env_vars": {"A": "1"}}',
-            ],
-            False,
-        ),
-        (
-            ["--language=PYTHON", "--serialized-runtime-env-context", '{"a": 1}'],
-            False,
-        ),
+        (["--language=PYTHON", _context(env_vars={"A": "2"})], False),
+        (["--language=PYTHON", _context(env_vars={"B": "1"})], False),
+        (["--language=PYTHON", _context(py_executable="/a/venv/python")], False),
+        (["--language=PYTHON", _context(command_prefix=["cd", "/x", "&&"])], False),
         (["--language=JAVA"], False),
     ],
 )
-def test_only_a_worker_without_an_environment_is_forked(
+def test_only_a_worker_of_the_raylets_own_environment_is_forked(
     options: list[str], is_plain: bool
 ) -> None:
     expected = _WORKER if is_plain else None
-    assert worker_arguments([*_WORKER, *options]) == expected
-    assert worker_arguments(["-s", *_WORKER, *options]) is None
+    environment = {"A": "1", "C": "3"}
+    assert worker_arguments([*_WORKER, *options], environment) == expected
+    assert worker_arguments(["-s", *_WORKER, *options], environment) is None
 
 
 def test_without_a_server_a_worker_is_not_forked() -> None:
     fork_server.end()
-    assert fork_server.address() == ""
-    assert not is_forked("raypipe-nobody-listens-here", _WORKER)
-
-
-def test_a_worker_tells_nothing_to_a_server_of_another_user(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.bind("")
-        stranger.listen()
-        address = stranger.getsockname().removeprefix(b"\0").decode()
-        assert not is_forked(address, _WORKER)
-        connection, _ = stranger.accept()
-        with connection:
-            assert connection.recv(1) == b""
+    assert fork_server.take() == ""
+    assert not is_forked("")
+    assert not is_forked("/a/missing/socket")
 
 
 @pytest.mark.system
 def test_a_fork_is_the_worker_and_ends_with_its_server(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "worker.py"
     script.write_text(_SCRIPT)
     folder = tmp_path / "folder ö"
     folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("OF_THE_WORKER", "a=b\nc")
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    assert stat.S_IMODE(Path(server).parent.stat().st_mode) == 0o700
+    environment = os.environ | {"OF_THE_WORKER": "a=b\nc", ADDRESS: server}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
     drawn = []
     for name in ("second", "first"):
         told = tmp_path / name
         arguments = [str(script), str(told), "--empty="]
-        assert is_forked(server, arguments)
+        started = [sys.executable, forked_worker.__file__, *arguments]
+        with (tmp_path / "output").open("w") as output:
+            subprocess.run(
+                [*started, "--language=PYTHON"],
+                check=True,
+                cwd=folder,
+                env=environment,
+                stdout=output,
+            )
         facts = json.loads(_awaited(told))
         drawn += facts.pop("drawn")
     assert len(set(drawn)) == len(drawn) == 6
@@ -132,13 +128,13 @@ def test_a_fork_is_the_worker_and_ends_with_its_server(
         "imported": True,
         "hash": int(_printed("print(hash('a name'))", PYTHONHASHSEED="0")),
         "oom_score": "1000",  # as Ray has it for workers
-        "output": str(Path("/proc/self/fd/1").readlink()),
+        "output": str(tmp_path / "output"),
     }
     workers = _children(process.pid)
     assert len(workers) == 2
     fork_server.end()
     until(lambda: not any(Path(f"/proc/{pid}/cwd").is_symlink() for pid in workers))
-    assert not is_forked(server, arguments)
+    assert not is_forked(server) and not Path(server).parent.exists()
 
 
 def _printed(program: str, **variables: str) -> str:

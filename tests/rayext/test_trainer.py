@@ -306,29 +306,3 @@ def test_the_wait_for_room_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
         {"trainer_room_wait_seconds": 0.0},
         {"trainer_room_wait_seconds": 30.0},
     ]
-
-
-@pytest.mark.parametrize("is_local", [True, False])
-def test_trainers_of_one_machine_ask_no_actor_for_nodes(
-    monkeypatch: pytest.MonkeyPatch, is_local: bool
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("raypipe.rayext.trainer.is_local", lambda: is_local)
-    client = SimpleNamespace(
-        send_resource_request=lambda config, num: asked.append(num),
-        maybe_send_resource_request=lambda config, num: asked.append(num),
-        cancel_resource_request=lambda: asked.append(0),
-    )
-    monkeypatch.setattr(
-        "ray.train.v2._internal.execution.scaling_policy.scaling_policy"
-        ".TrainAutoscalingCoordinatorClient",
-        lambda requester: client,
-    )
-    policy = FixedPolicy(
-        ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60
-    )
-    policy.after_controller_start(SimpleNamespace(run_id="one"))
-    decision = policy.make_decision_for_non_running_worker_group()
-    assert isinstance(decision, ResizeDecision) and decision.num_workers == 2
-    policy.before_controller_abort()
-    assert asked == ([] if is_local else [2, 2, 0])

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from typing import Any
 
 import pytest
 from ray._private import ray_logging, worker
 
 from raypipe.logs import configure_logs
-from raypipe.progress import spared_output
+from raypipe.progress import print_progress, relay_progress, spared_output
 from raypipe.rayext import worker_logs
-
-NOISE = "Actor with class name: 'MapWorker' has constructor arguments in the object store and max_restarts > 0"
 
 
 @pytest.fixture
@@ -61,13 +60,11 @@ def test_logs_are_taken_from_a_ray_that_is_connected(
     others: list[dict[str, Any]] = []
     other = functools.partial(others.append)
     dispatcher.add_handler("a user's", other)
-    assert not worker_logs.gets_worker_logs()
+    assert not worker_logs.begin_progress()
     for _ in range(2):
         worker_logs.take_worker_logs()
-    assert worker_logs.gets_worker_logs()
-    dispatcher.handlers[0][1](
-        {"pid": 3, "is_err": True, "lines": [NOISE, "a user's print"]}
-    )
+    assert worker_logs.begin_progress()
+    dispatcher.handlers[0][1]({"pid": 3, "is_err": True, "lines": ["a user's print"]})
     assert rays_lines == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
     assert dispatcher.handlers[1] == ("a user's", other)
 
@@ -91,3 +88,23 @@ def test_a_workers_print_is_in_a_programs_output_but_not_in_a_result(
     with spared_output():
         worker.print_to_stdstream(line, ignore_prefix=False)
     assert [data["is_err"] for data in rays_lines] == [False, True]
+
+
+def test_progress_is_printed_without_a_prefix_until_its_end(
+    capsys: pytest.CaptureFixture[str], rays_lines: list[dict[str, Any]]
+) -> None:
+    relay_progress(True)
+    try:
+        logger = logging.getLogger("raypipe")
+        print_progress(logger, "two\nlines → of it", step=3, kind="train")
+        print_progress(logger, "")
+    finally:
+        relay_progress(False)
+    told = capsys.readouterr().out.splitlines()
+    worker_logs.take_worker_logs()
+    worker_logs.begin_progress()
+    data = {"pid": 3, "is_err": False, "lines": [*told, "a user's print"]}
+    worker.print_to_stdstream(data, ignore_prefix=False)
+    assert capsys.readouterr().out == "two\nlines → of it\n"
+    assert [data["lines"] for data in rays_lines] == [["a user's print"]]
+    assert worker_logs._progress_ended.is_set()

@@ -315,9 +315,10 @@ def stream_once(
     import ray
 
     from raypipe.rayext.cluster import connect
+    from raypipe.rayext.iteration import rows
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.row import host_blocks
+    from raypipe.streaming.row import batches_of
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -330,8 +331,8 @@ def stream_once(
     started = time.perf_counter()
     connect()
     (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
-    with contextlib.closing(host_blocks(iterator)) as stream:
-        blocks, num_bytes = _received(stream, seconds)
+    with contextlib.closing(rows(iterator)) as stream:
+        blocks, num_bytes = _received(map(batches_of, stream), seconds)
     images_per_s = steady(blocks)
     first_batch_s = blocks[0][0] - started
     by_torch = timed_by_torch(

@@ -34,7 +34,6 @@ class Memory:
     def __init__(self) -> None:
         self.lived_before = was_restarted()
         self._key = (ray.get_runtime_context().get_actor_id() or "").encode()
-        self._writing = threading.Lock()
         self._newest = b""
         self._changed = threading.Event()
         # A thread writes, so that the actor hardly ever waits for the head.
@@ -49,29 +48,19 @@ class Memory:
             logger.warning("the memory of an earlier process is lost", exc_info=True)
             return None
 
-    def save(self, state: Any, at_once: bool = False) -> None:
-        """Replace the memory, within moments.
-
-        Args:
-            at_once: return once the head has it.
-        """
+    def save(self, state: Any) -> None:
+        """Replace the memory, within moments."""
         self._newest = pickle.dumps(state)
-        if at_once:
-            self._put()
-        else:
-            self._changed.set()
+        self._changed.set()
 
     def _write(self) -> None:
-        if self._changed.wait(_LOOK_S):
-            self._changed.clear()
-            self._put()
-
-    def _put(self) -> None:
+        if not self._changed.wait(_LOOK_S):
+            return
+        self._changed.clear()
         try:
-            with self._writing:
-                internal_kv._internal_kv_put(
-                    self._key, self._newest, overwrite=True, namespace=_NAMESPACE
-                )
+            internal_kv._internal_kv_put(
+                self._key, self._newest, overwrite=True, namespace=_NAMESPACE
+            )
         except Exception:
             logger.debug("the memory of an actor cannot be written", exc_info=True)
 

@@ -34,13 +34,13 @@ import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 
-from resume import RepeatedStore  # isort: skip
 from scale_report import draw, median_of, show  # isort: skip
 
 OFFERED = 1000.0
@@ -58,6 +58,30 @@ _PARTS = {
     "gcs_server": "ray",
     "ray::": "ray",
 }
+
+
+class RepeatedStore:
+    """A store that is as long as one wants: another one's samples again and again, at random access."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store = store
+        self._size = size
+        self.address = f"{store.address} x {size / len(store):.0f}"
+        self.schema = store.schema
+        self.classes = store.classes
+        self.groups = None
+        self.fingerprint = f"{store.fingerprint} x {size}"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
+        return self._store.read(indices % len(self._store), columns)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 @dataclass(frozen=True)

@@ -37,33 +37,11 @@ COLORS = {
     "wait for a checkpoint": "#6d597a",
 }
 STEP = "#adc178"
-Track = tuple[int, int]
-
-
-def names_of(events: list[dict[str, Any]]) -> tuple[dict[int, str], dict[Track, str]]:
-    """Names of processes and of threads."""
-    processes = {
-        event["pid"]: event["args"]["name"].partition(" (")[0]
-        for event in events
-        if event["name"] == "process_name"
-    }
-    threads = {
-        (event["pid"], event["tid"]): event["args"]["name"].partition("(")[0]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    return processes, threads
 
 
 def draw(trace: dict[str, Any], begin_s: float, seconds: float, every: int) -> Any:
     """Draw a part of a trace."""
     events = trace["traceEvents"]
-    processes, threads = names_of(events)
-    order = {
-        event["pid"]: event["args"]["sort_index"]
-        for event in events
-        if event["name"] == "process_sort_index"
-    }
     begin, end = begin_s * 1e6, (begin_s + seconds) * 1e6
     shown = [
         event
@@ -72,10 +50,7 @@ def draw(trace: dict[str, Any], begin_s: float, seconds: float, every: int) -> A
         and event["ts"] < end
         and event["ts"] + event["dur"] > begin
     ]
-    tracks = sorted(
-        {(event["pid"], event["tid"]) for event in shown},
-        key=lambda track: (order[track[0]], *track),
-    )
+    tracks = sorted({(event["pid"], event["tid"]) for event in shown})
     rows = {track: number for number, track in enumerate(tracks)}
     figure, axes = plt.subplots(figsize=(11, 0.8 + 0.42 * len(rows)), dpi=110)
     used = dict[str, str]()
@@ -96,7 +71,9 @@ def draw(trace: dict[str, Any], begin_s: float, seconds: float, every: int) -> A
     for event in events:
         if event["ph"] == "i" and begin <= event["ts"] <= end:
             axes.axvline((event["ts"] - begin) / 1e3, color="#d62828", linewidth=1)
-    labels = [f"{processes[pid]}\n{threads.get((pid, tid), '')}" for pid, tid in tracks]
+    labels = [
+        f"{pid.partition(' (')[0]}\n{tid.partition('(')[0]}" for pid, tid in tracks
+    ]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0, seconds * 1e3)
@@ -121,7 +98,7 @@ def draw(trace: dict[str, Any], begin_s: float, seconds: float, every: int) -> A
 def _draw_arrows(
     axes: Any,
     events: list[dict[str, Any]],
-    rows: dict[Track, int],
+    rows: dict[tuple[str, str], int],
     window: tuple[float, float],
     every: int,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Decode and transform on one core, for each CPU transform: docs/transforms.md has a run.
+"""Decode and transform on one core, for each CPU transform.
 
     OMP_NUM_THREADS=1 python benchmarks/transforms.py STORE [TRANSFORM …] [--samples 500] [--repeats 3]
 
@@ -13,13 +13,16 @@ import argparse
 import json
 import os
 import statistics
+import time
+from collections.abc import Mapping
 
 import cv2
-from crop_decode import measure, samples_of
+import numpy as np
 
-from raypipe import TransformConfig
+from raypipe import TransformConfig, open_store
 from raypipe.kernel import why_no_kernel
 from raypipe.transform.sample_maker import SampleMaker
+from raypipe.transform.samples import Samples, read_samples
 
 NAMES = [
     "light",
@@ -30,6 +33,36 @@ NAMES = [
     "trivialaugment",
     "augmix",
 ]
+
+
+MICRO_BATCH = 50
+
+
+def samples_of(address: str, num: int) -> list[Samples]:
+    """The first samples of a store, in micro-batches."""
+    store = open_store(address)
+    num = min(len(store), num)
+    return [
+        read_samples(store, np.arange(first, min(num, first + MICRO_BATCH)))
+        for first in range(0, num, MICRO_BATCH)
+    ]
+
+
+def measure(
+    samples: list[Samples], modes: Mapping[str, SampleMaker], epoch: int
+) -> dict[str, float]:
+    """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
+    spent_ns = dict.fromkeys(modes, 0)
+    names = list(modes)
+    for number, part in enumerate(samples):
+        indices = np.arange(len(part)) + number * MICRO_BATCH
+        keys = np.stack([np.full(len(part), epoch), indices], axis=1).astype(np.uint64)
+        turn = (number + epoch) % len(names)
+        for name in names[turn:] + names[:turn]:
+            started_ns = time.thread_time_ns()
+            modes[name].make(part, keys)
+            spent_ns[name] += time.thread_time_ns() - started_ns
+    return {name: sum(map(len, samples)) / ns * 1e9 for name, ns in spent_ns.items()}
 
 
 def main() -> None:

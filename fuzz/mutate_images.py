@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import struct
-import sys
 import zlib
-from pathlib import Path
 
+import bombs
 import numpy as np
 import tifffile
 from mutate import EDGES, Mutation, flip, garbage, number, splice, truncate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-import bombs
 
 
 def exif(rng: np.random.Generator) -> bytes:

@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import bombs
 import lmdb
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,6 @@ from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
 from raypipe.stores import open_writer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-import bombs
 import foreign_lmdbs
 
 NUM_SAMPLES = 24

@@ -1,6 +1,6 @@
 """A cluster that starts without CPU nodes: what becomes of it around streams that starve, and that do not.
 
-    python tests/autoscale_bench.py --output timeline.json --picture docs/autoscale.png
+    python tests/autoscale_bench.py --output timeline.json
 
 Nodes are processes on this machine, added and removed by Ray's own autoscaler. It may also add GPU nodes, and no
 actor should make it do so, though the pool wants one actor more than the CPU nodes hold. The transform sleeps, so
@@ -170,65 +170,6 @@ def observe(
     }
 
 
-def draw(found: dict[str, Any], path: str) -> None:
-    """The timeline as a picture: nodes, actors, and what the trainer got, over seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    timeline = found["timeline"]
-    seconds = [seen["s"] for seen in timeline]
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(10, 5), sharex=True, height_ratios=[2, 1]
-    )
-    upper.step(
-        seconds,
-        [seen["actors"] for seen in timeline],
-        where="post",
-        label="transform actors with a CPU",
-    )
-    upper.step(
-        seconds,
-        [seen["nodes"] for seen in timeline],
-        where="post",
-        label="CPU nodes",
-        linewidth=2.5,
-    )
-    upper.legend(loc="upper right")
-    upper.set_ylim(0, None)
-    lower.plot(
-        seconds, [seen["micro_batches_per_s"] for seen in timeline], color="tab:green"
-    )
-    lower.set_ylabel("micro-batches/s")
-    lower.set_xlabel("seconds")
-    starts = [
-        i
-        for i, seen in enumerate(timeline)
-        if i == 0 or seen["phase"] != timeline[i - 1]["phase"]
-    ]
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(timeline) - 1
-        for axes in (upper, lower):
-            axes.axvspan(
-                seconds[start],
-                seconds[end],
-                color="0.5",
-                alpha=0.12 if number % 2 else 0.03,
-            )
-        middle = (seconds[start] + seconds[end]) / 2
-        upper.text(
-            middle,
-            upper.get_ylim()[1] * 1.02,
-            timeline[start]["phase"],
-            ha="center",
-            fontsize=8,
-            rotation=12,
-        )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,7 +179,6 @@ def main() -> None:
     parser.add_argument("--streams", default="fast,slow", help="comma-separated")
     parser.add_argument("--max-nodes", type=int, default=3)
     parser.add_argument("--output", default="")
-    parser.add_argument("--picture", default="")
     options = parser.parse_args()
 
     resources = {"CPU": NODE_CPUS, "object_store_memory": 100 << 20}
@@ -291,8 +231,6 @@ def main() -> None:
         print(f"{name}: {text}")
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1))
-    if options.picture:
-        draw(found, options.picture)
     print(
         json.dumps(
             {

@@ -56,7 +56,6 @@ LABEL = {placement.LABEL_KEY: placement.LABEL_VALUE}
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
 from aws_cli import AwsCli  # noqa: E402  isort: skip
-from dockerfile_steps import copies, instructions  # noqa: E402  isort: skip
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -464,19 +463,6 @@ def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(
     assert state() == (group, ["198.51.100.0/24"], rules, roles)
 
 
-def test_the_account_script_names_what_the_cluster_asks_for() -> None:
-    script = (DEPLOY / "aws-account.sh").read_text()
-    subprocess.run(["bash", "-n", DEPLOY / "aws-account.sh"], check=True)
-    config = load(ROOT / "cluster.yaml")
-    nodes = [group["node_config"] for group in config["available_node_types"].values()]
-    assert f"cluster=${{3:-{config['cluster_name']}}}" in script
-    assert (
-        f"--group-name {config['provider']['security_group']['GroupName']} " in script
-    )
-    roles = set(re.findall(r"^role (\S+)", script, re.MULTILINE))
-    assert roles == {node["IamInstanceProfile"]["Name"] for node in nodes}
-
-
 def of_google(schemas: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """JSON Schema of a part of Google's API description; unknown fields are errors."""
     if "$ref" in schema:
@@ -537,12 +523,6 @@ def test_both_clouds_get_the_same_cluster() -> None:
 
 
 # Hosts of eight GPUs
-
-
-def test_hosts_of_eight_gpus_leave_cpus_to_their_trainers() -> None:
-    for path, cpus in ((DEPLOY / "aws-p5.yaml", 192), (DEPLOY / "gcp-a3.yaml", 208)):
-        resources = load(path)["available_node_types"]["gpu"]["resources"]
-        assert resources == {"CPU": 128, "GPU": 8} and cpus - resources["CPU"] >= 8 * 8
 
 
 def test_a_p5_has_efa_on_each_card_and_ray_starts_it_on_a_fake_aws(aws: Any) -> None:
@@ -783,6 +763,28 @@ def test_the_job_starts_the_run_or_goes_on_with_it_by_a_file_of_the_image(
 
 
 # The image
+
+
+def instructions(dockerfile: str) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile, in order: (name, arguments), comments and line breaks removed."""
+    lines = [
+        line
+        for line in dockerfile.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [
+        (name, arguments.strip())
+        for name, _, arguments in (line.partition(" ") for line in joined.splitlines())
+    ]
+
+
+def copies(arguments: str) -> tuple[list[str], str]:
+    """Sources, relative to the repository, and destination of a COPY."""
+    *sources, destination = [
+        word for word in shlex.split(arguments) if not word.startswith("--")
+    ]
+    return sources, destination
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:

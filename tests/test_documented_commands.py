@@ -1,4 +1,4 @@
-"""Every command that README.md and docs/ show is run, as it stands there, in a folder that has what it names.
+"""Commands that docs/ show are run, as they stand there, in folders that have what they name.
 
 Streams are made small by further options behind those of the page.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,48 +18,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import yaml
 from documented import PAGES, ROOT, blocks, commands
 
 from raypipe.commands import cli
-from raypipe.kernel import is_seekable
 from raypipe.launch.run_folder import CONFIG_HEAD
-from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.run_log import RunLog
 
 import foreign_lmdbs  # isort: skip
 import without_ray  # isort: skip
 from pictures import CLASSES, picture, samples, write_tar  # isort: skip
-from s3_server import environment, make_bucket, s3_server  # isort: skip
 from small_runs import small_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages]
 
-COMMAND = Path(sys.executable).parent / "raypipe"
 SIZES = ["--transform.size=32", "--plan.micro_batch_size=16"]
 SMALL = {
     "bench": ["--seconds=1", "--repeats=1", "--pool.max_actors=1", *SIZES],
     "digest": ["--pool.max_actors=1", "--plan.global_batch_size=64", *SIZES],
-}
-ONE_EPOCH = [
-    "--plan.epochs=1",
-    "--plan.micro_batch_size=8",
-    "--plan.global_batch_size=16",
-    "--transform.size=32",
-]
-ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_worker=1"]
-JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
-TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
-ELSEWHERE = {
-    **{("README.md", name): "test_jobs.py" for name in ("train", "jobs/train.py")},
-    ("README.md", "digest"): "test_docs.py",
-    ("llms.txt", "digest"): "here, of concepts.md",
-    ("reproducibility.md", "digest"): "test_docs.py",
-    **{
-        ("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")
-    },
 }
 
 
@@ -83,36 +56,12 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def run_alone(words: list[str]) -> dict[str, Any]:
-    """The same in a process of its own, which starts a cluster of its own."""
-    program = (
-        [str(COMMAND)]
-        if words[0] == "raypipe"
-        else [sys.executable, str(ROOT / words[0])]
-    )
-    command = [*program, *words[1:], *SMALL.get(words[1], [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, and this process in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-@pytest.fixture
-def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The buckets of the pages, on a server of their own."""
-    with s3_server() as endpoint:
-        for name, value in environment(endpoint).items():
-            monkeypatch.setenv(name, value)
-        for name in ("bucket", "my-bucket"):
-            make_bucket(endpoint, name)
-        yield
 
 
 def write_folder(path: Path, num: int = 40) -> None:
@@ -122,21 +71,6 @@ def write_folder(path: Path, num: int = 40) -> None:
         place.write_bytes(picture(i))
 
 
-TESTED: set[tuple[str, str]] = set(ELSEWHERE)
-
-
-def runs(
-    *what: tuple[str, str],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Say which commands a test runs: pages and names."""
-    TESTED.update(what)
-    return lambda test: test
-
-
-@runs(
-    *(("quickstart.md", name) for name in ("convert", "verify", "preview")),
-    ("failures.md", "verify"),
-)
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_quickstart_converts_verifies_and_shows(
     capsys: pytest.CaptureFixture[str],
@@ -175,7 +109,6 @@ def test_docs_quickstart_uses_the_model_of_a_run(
     assert path.startswith("photos/val/") and name in CLASSES
 
 
-@runs(*(("look-inside.md", name) for name in ("replay", "when", "audit")))
 @pytest.mark.usefixtures("folder")
 def test_docs_look_inside_finds_the_planted_label(
     capsys: pytest.CaptureFixture[str],
@@ -203,32 +136,6 @@ def test_docs_look_inside_finds_the_planted_label(
         assert result.get("ok") is not False and not result.get("findings"), result
 
 
-@runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))
-@pytest.mark.usefixtures("s3")
-def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Here it is a run in a bucket."""
-    (words,), (status,) = of("quickstart.md", "stop"), of("quickstart.md", "status")
-    assert words[2] == status[2] == "runs/first"
-    words[2] = status[2] = "s3://my-bucket/runs/first"
-    filesystem, path = open_filesystem(words[2])
-    with filesystem.open_output_stream(f"{path}/config.yaml") as file:
-        file.write(CONFIG_HEAD.encode())
-    assert run(words, capsys)["stop_requested"]
-    filesystem.open_input_stream(f"{path}/stop").close()
-    run_log = RunLog(1, 0, (filesystem, path))
-    run_log.begin(False, lambda: {"to_step": 90}, None)
-    first = "train-e0000-s000000-m000"
-    run_log.asked("train", first, lambda: "idle and wait for the reader")
-    run_log._look(time.time())
-    assert run(status, capsys)["waits_for"] == first
-    (elsewhere,) = of("failures.md", "status")
-    assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
-    run_log.closed()
-
-
-@runs(("concepts.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
@@ -245,65 +152,6 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["equal"] and found["compared"] == 40
 
 
-@pytest.mark.usefixtures("ray_cluster", "folder", "s3")
-def test_docs_formats_converts_into_a_bucket(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write_tar("photos.tar", samples(100))
-    (convert,) = (
-        words for words in of("formats.md", "convert") if words[3].startswith("s3://")
-    )
-    assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
-
-
-@runs(("performance.md", "bench"), ("clusters.md", "bench"))
-@pytest.mark.soak  # tests/commands/test_bench.py has shorter ones
-@pytest.mark.usefixtures("folder", "s3")
-def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
-    write_tar("photos.tar", samples(100))
-    for words in [
-        words
-        for page in ("performance.md", "clusters.md")
-        for words in of(page, "bench")
-    ]:
-        run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
-        found = run_alone(words)  # it ends the cluster that it is connected to
-        assert found["ratio"] > 0 and found["store"].endswith(words[2])
-        assert found.get("cpus_needed", 0) > 0 or not any(
-            "images-per-s" in word for word in words
-        )
-
-
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_the_option_seekable_of_docs_formats(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "`--seekable`" in (ROOT / "docs" / "formats.md").read_text()
-    write_tar("photos.tar", samples(20))
-    assert (
-        run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)[
-            "samples"
-        ]
-        == 20
-    )
-    assert all(
-        map(
-            is_seekable,
-            open_store("train.lmdb").read(np.arange(20), ("image",))["image"],
-        )
-    )
-
-
-@runs(("moving.md", "convert"))
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    write_folder(Path("train"))
-    # the other is of MDS, as tests/stores/sources has it
-    words, _ = of("moving.md", "convert")
-    assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
-
-
-@runs(("transforms.md", "preview"), ("transforms.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_transforms_draws_steps_and_views_and_hashes_them(
     capsys: pytest.CaptureFixture[str],
@@ -319,7 +167,12 @@ def test_docs_transforms_draws_steps_and_views_and_hashes_them(
     assert Path("grid.png").stat().st_size > 1000
 
 
-# What others wrote
+# Jobs: all that they do is done by shorter tests too
+
+
+def write_stores(*names: str) -> None:
+    for i, name in enumerate(names):
+        write_atomically(name, samples(160, first=1000 * i), CLASSES)
 
 
 def write_hugging_face(image: str = "image", label: str = "label") -> None:
@@ -362,31 +215,40 @@ def write_program() -> None:
     )
 
 
-GIVEN: dict[str, Callable[[], None]] = {
+IMAGES = [picture(i) for i in range(30)]
+LABELS = [i % 5 for i in range(30)]
+
+GIVEN: dict[str, Callable[[], object]] = {
     "imagenet/train-*-of-01024": write_tfrecords,
     "my_data:samples": write_program,
     "train.h5": write_hdf5,
     "data/train-*.parquet": write_hugging_face,
     "photos.tar": lambda: write_tar("photos.tar", samples(30)),
     "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),
+    "train": lambda: write_folder(Path("train"), 30),
+    "imagenet.lmdb": lambda: foreign_lmdbs.write_values(
+        Path("imagenet.lmdb"), IMAGES, LABELS, foreign_lmdbs.DUMPS["pickle"]
+    ),
+    "lsun/*_train_lmdb": lambda: foreign_lmdbs.write_lsun(
+        Path("lsun"), IMAGES, LABELS, CLASSES
+    ),
 }
-
 
 READS = ("convert", "inspect", "preview")
 
 
-@runs(*(("formats.md", name) for name in READS))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 @pytest.mark.parametrize(
     "words",
     [
         words
-        for words in of("formats.md", *READS)
-        if "s3://bucket" not in " ".join(words)
+        for page in ("formats.md", "lmdb.md", "moving.md")
+        for words in of(page, *READS)
+        if words[2] in GIVEN and "s3://" not in " ".join(words)
     ],
     ids=" ".join,
 )
-def test_docs_formats_reads_what_others_wrote(
+def test_commands_of_the_pages_read_what_others_wrote(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "fine_label" in words:
@@ -396,114 +258,4 @@ def test_docs_formats_reads_what_others_wrote(
     found = run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
     if words[1] == "convert":
-        store = open_store(words[3])
-        assert len(store) == 30 and "label" in tuple(store.schema.names)
-
-
-LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
-    "imagenet.lmdb": lambda images, labels: foreign_lmdbs.write_values(
-        Path("imagenet.lmdb"), images, labels, foreign_lmdbs.DUMPS["pickle"]
-    ),
-    "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(
-        Path("lsun"), images, labels, CLASSES
-    ),
-}
-
-
-@runs(*(("lmdb.md", name) for name in READS))
-@pytest.mark.usefixtures("ray_cluster", "folder")
-@pytest.mark.parametrize("words", of("lmdb.md", *READS), ids=" ".join)
-def test_docs_lmdb_reads_those_of_others(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = samples(30)
-    LMDBS[words[2]](
-        [sample["image"] for sample in given], [sample["label"] for sample in given]
-    )
-    assert run(words, capsys)["samples"] == (6 if words[1] == "preview" else 30)
-
-
-# Jobs: all that they do is done by shorter tests too
-
-RUN_ID = "20261121-104600-3fa2"
-
-
-def write_stores(*names: str) -> None:
-    for i, name in enumerate(names):
-        write_atomically(name, samples(160, first=1000 * i), CLASSES)
-
-
-def job(words: list[str], *options: str) -> dict[str, Any]:
-    """What the last line of a small run says."""
-    return run_alone([*words, *JOB, *options])
-
-
-@runs(("quickstart.md", "train"), ("quickstart.md", "jobs/train.py"))
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("folder", "s3")
-def test_the_runs_of_docs_quickstart_run() -> None:
-    """The first, on the digits, is that of test_jobs.py."""
-    _, first, resume, mine = of("quickstart.md", "train")
-    write_stores("train.lmdb", "val.lmdb")
-    assert job(first)["steps"] == 10
-    assert run_alone(resume)["run_dir"].endswith("/runs/first")
-    (verify,) = of("quickstart.md", "verify")
-    run_alone(verify)
-    Path("run.yaml").write_text(blocks("yaml", ROOT / "docs" / "quickstart.md")[0])
-    for words in (mine, *of("quickstart.md", "jobs/train.py")):
-        assert job(words)["run_dir"].startswith("s3://my-bucket/runs/")
-
-
-@runs(("clusters.md", "jobs/train.py"))
-@pytest.mark.soak
-@pytest.mark.usefixtures("folder", "s3")
-def test_the_jobs_of_docs_clusters_run() -> None:
-    write_stores("val.parquet")
-    for name in ("train", "val"):
-        run_alone(
-            ["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"]
-        )
-    standing, words = of("clusters.md", "jobs/train.py")
-    assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
-    assert job(standing, "--storage_path=runs", "--train.num_classes=10")[
-        "run_dir"
-    ].endswith("/runs/first")  # the digits
-
-
-@runs(
-    ("formats.md", "train"),
-    ("transforms.md", "train"),
-    ("transforms.md", "jobs/tune.py"),
-)
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("folder", "s3")
-def test_the_runs_of_docs_formats_and_transforms_run() -> None:
-    write_stores("train.lmdb", "val.lmdb", "val.parquet")
-    local, in_bucket = of("formats.md", "train")
-    assert job(local)["steps"] == 10
-    for name in ("train.lmdb", "val.parquet"):
-        run_alone(["raypipe", "convert", name, f"s3://bucket/{name}"])
-    assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
-    settings = yaml.safe_load(blocks("yaml", ROOT / "docs" / "transforms.md")[0])
-    Path("run.yaml").write_text(
-        yaml.safe_dump(
-            {"store": {"train": "train.lmdb", "val": "train.lmdb"}, **settings}
-        )
-    )
-    (words,) = of("transforms.md", "train")
-    assert job(words, "--transform.val=none")["steps"] == 10
-    (tune,) = of("transforms.md", "jobs/tune.py")
-    assert job(tune, *TUNE, "--transform.val=none", "--transform.train=none")[
-        "config"
-    ].endswith("best.yaml")
-
-
-def test_every_command_has_a_test() -> None:
-    shown = {
-        (page.name, words[1] if words[0] == "raypipe" else words[0])
-        for page in PAGES
-        for words in commands(page)
-    }
-    assert shown == TESTED
+        assert len(open_store(words[3])) == 30

@@ -141,19 +141,6 @@ def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
     )
 
 
-@pytest.mark.parametrize(("unknown", "num_asked"), [("nothing", 1), ("trap=bounds", 2)])
-def test_a_compiler_that_knows_every_kind_of_flag_is_hardly_asked(
-    hook: ModuleType, unknown: str, num_asked: int
-) -> None:
-    asked: list[list[str]] = []
-
-    def is_known(flags: list[str]) -> bool:
-        asked.append(flags)
-        return not any(unknown in flag for flag in flags)
-
-    assert hook.known_of(is_known) == asked[-1] and len(asked) == num_asked
-
-
 def test_old_and_other_libjpegs_are_refused(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

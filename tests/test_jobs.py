@@ -72,49 +72,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.cluster
-@pytest.mark.soak  # tests/streaming/test_digest.py has ranges, in the shared cluster
-def test_digest_prints_the_same_for_any_actors_workers_and_a_resume(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    command = [
-        "-m",
-        "raypipe.commands.cli",
-        "digest",
-        str(stores["train"]),
-        "--plan.epochs",
-        "2",
-        "--plan.micro_batch_size",
-        "10",
-    ]
-    command += [
-        "--plan.global_batch_size",
-        "20",
-        "--plan.seed",
-        "3",
-        "--transform.size",
-        "16",
-    ]
-    one = last_line(
-        run(*command, "--pool.max_actors", "1", "--output", str(tmp_path / "one.json"))
-    )
-    assert (
-        one["samples"] == 200
-        and one["micro_batches"] == 20
-        and len(one["digest"]) == 32
-    )
-    part = [
-        "--train.num_workers",
-        "2",
-        "--from-step",
-        "4",
-        "--compare",
-        str(tmp_path / "one.json"),
-    ]
-    other = last_line(run(*command, "--pool.max_actors", "3", *part))
-    assert other["equal"] and other["micro_batches"] == other["compared"] == 12
-
-
-@pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
 def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(
     stores: dict[str, Path],
@@ -151,33 +108,6 @@ def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(
         32 * 64 * 64 * 3,
     )
     assert found["cpus_needed"] == 1 and found["core_hours_per_million"] > 0
-
-
-@pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store
-def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(
-    stores: dict[str, Path],
-) -> None:
-    small = [
-        str(stores["train"]),
-        "--transform=light",
-        "--size=64",
-        "--actors=1",
-        "--micro-batch-size=32",
-    ]
-    found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))
-    assert (
-        found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
-    )
-    assert (
-        found["object_store_bytes"] > 0
-        and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
-    )
-    # Python and its libraries alone, in half a dozen processes
-    assert found["private_bytes"] > 100 << 20
-    found = last_line(run(f"{ROOT}/benchmarks/resume.py", *small))
-    assert found["resume_ratio"] == pytest.approx(
-        found["resume_end_s"] / found["resume_start_s"]
-    )
 
 
 @pytest.mark.parametrize(

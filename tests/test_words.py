@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import words
 
 
@@ -14,15 +13,6 @@ def test_no_rule_has_more_matches_than_its_ceiling() -> None:
 def test_ceilings_have_only_known_rules_and_corpora() -> None:
     for rule, by_corpus in words.read_ceilings().items():
         assert set(by_corpus) <= set(words.RULES[rule].corpora)
-
-
-@pytest.mark.parametrize("name", words.RULES)
-def test_each_rule_matches_its_example(name: str) -> None:
-    rule = words.RULES[name]
-    passage = words.Passage.join(rule.corpora[0], "x.py", [(3, rule.example)])
-    assert [
-        (match.rule, match.line) for match in words.find(passage) if match.rule == name
-    ] == [(name, 3)]
 
 
 def test_a_match_names_file_line_and_replacement() -> None:
@@ -45,18 +35,3 @@ def test_a_match_names_file_line_and_replacement() -> None:
 def test_code_in_markdown_is_not_prose() -> None:
     text = "# Title\n\n```python\nmend()\n```\n\nCall `mend` now,\n| mend it |\n"
     assert [match.line for match in words.matches(text, "a.md")] == [8]
-
-
-def test_ceilings_are_lowered_and_never_raised() -> None:
-    ceilings = {
-        "mend": {"docs": 3, "comments": 1},
-        "beside": {"docs": 2},
-        "alone": {"docs": 1},
-    }
-    counts = {"mend": {"docs": 1}, "beside": {"docs": 5}}
-    assert words.lowered(counts, ceilings) == {
-        "mend": {"docs": 1},
-        "beside": {"docs": 2},
-    }
-    match = words.Match("mend", "docs", "a.md", 1, "mend")
-    assert len(words.excess([match] * 2, {"mend": {"docs": 1}})) == 3

@@ -50,11 +50,10 @@ def trace(
         raise ConfigError(f"{output} cannot be made: the run wrote no trace")
     write_text(output, found.decode())
     events = json.loads(found)["traceEvents"]
-    named = [event for event in events if event["name"] == "process_name"]
     return {
         "store": output,
         "events": len(events),
-        "processes": len(named),
+        "processes": len({event["pid"] for event in events}),
         "seconds": round(max(event["ts"] for event in events) / 1e6, 1),
         "arrows": sum(event["ph"] == "s" for event in events),
     }

@@ -243,8 +243,9 @@ class Ring(Generic[Item]):
                     slot = free.popleft()
                     with traced("ring") as filling:
                         slot.fill(arrays, self._on_copied)
-                        if filling and (place := getattr(host_item, "position", None)):
-                            filling.places = [place]
+                        place = getattr(host_item, "position", None)
+                        if filling is not None and place:
+                            filling.append(place)
                     del arrays
                     host_item = self._staged(host_item)
                     filled.put((host_item, slot))

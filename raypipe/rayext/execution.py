@@ -12,6 +12,7 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -36,7 +37,7 @@ from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
 from raypipe.rayext.processes import is_ray_worker, this_process
-from raypipe.rayext.trace_sender import send_trace
+from raypipe.rayext.trace_sender import sending_trace
 
 logger = logging.getLogger(__name__)
 
@@ -236,10 +237,10 @@ class StreamAutoscaler:
         self._name = f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if is_ray_worker() else None
-        self._trace = None
+        self._trace = contextlib.ExitStack()
         if settings.traces:
-            # a rank's process records already
-            self._trace = send_trace(settings.supervisor, this_process("coordinator"))
+            coordinator = this_process("coordinator")
+            self._trace.enter_context(sending_trace(settings.supervisor, coordinator))
         self._taken = 0  # blocks that ranks have taken
         self._taken_at = time.monotonic() + _START_S
         self._answer: Any = None  # reference to the Supervisor's answer to a report
@@ -318,8 +319,7 @@ class StreamAutoscaler:
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""
         self._lost.drop()
-        if self._trace:
-            self._trace.stop()
+        self._trace.close()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
             self._supervisor.process_left.remote(self._name)

@@ -1,10 +1,10 @@
 """Watch over a stream's processes: a stopped process is killed, so that it is replaced like one that died.
 
 To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The time limit of a transform cannot
-help, since its watchdog is stopped with the process. So while no rank takes a block, the states of the stream's
-processes are read, on the Supervisor's node by itself and on others by a task, and those that are found stopped
-twice are killed. A process that is only slow, or holds the interpreter, is running, and is not killed. While the
-stream moves, no process is checked.
+help, since its watchdog is stopped with the process. So while no rank takes a block, or a rank no longer calls,
+the states of the stream's processes are read, on the Supervisor's node by itself and on others by a task, and
+those that are found stopped twice are killed. A process that is only slow, or holds the interpreter, is running,
+and is not killed. While the stream moves, no process is checked.
 
 A stream's Supervisor runs this watch. Each rank watches the Supervisor in turn: it asks for a sign of life, and
 kills one that is stopped. Ray restarts it at once, and it remembers its processes, see `kv_store`.
@@ -23,7 +23,8 @@ from raypipe.rayext.processes import Process, kill_stopped
 from raypipe.rayext.ray_thread import RayThread
 
 _PERIOD_S = 0.5
-# Processes are checked after the stream has stalled for so long; the interval then doubles, up to the limit below.
+# Processes are checked after an execution or a rank has been still for so long; the interval then doubles, up to
+# the limit below.
 _STILL_S = 2.0
 _MOST_S = 30.0
 
@@ -51,10 +52,10 @@ class StreamWatchdog:
         self._processes: dict[
             str, Process
         ] = {}  # actor, task, rank or execution → its process
-        self._still: dict[
-            str, float
-        ] = {}  # execution → time since which no rank has taken a block from it
-        self._look_after = _STILL_S
+        # execution → time since which no rank has taken a block from it; rank → time of its last call
+        self._still: dict[str, float] = {}
+        # execution or rank → the seconds after which processes are checked again
+        self._look_after: dict[str, float] = {}
         self._looks: dict[str, Any] = {}  # node → its task
 
     def start(self) -> None:
@@ -70,24 +71,25 @@ class StreamWatchdog:
         self._processes[key] = process
         return is_new
 
-    def process_of(self, key: str) -> Process | None:
-        """Return the process of a key; None = it is not watched."""
-        return self._processes.get(key)
-
     def state(self) -> tuple[dict[str, Process], list[str]]:
-        """Return the processes and the executions that are watched."""
+        """Return the processes, and the executions and ranks, that are watched."""
         return dict(self._processes), list(self._still)
 
     def restore(self, state: tuple[dict[str, Process], list[str]]) -> None:
-        """Watch the processes of an earlier `state`. Its executions have stalled from now on, until they move."""
-        processes, executions = state
+        """Watch what an earlier `state` names. Its executions and ranks stall from now on, until they move."""
+        processes, still = state
         self._processes |= processes
-        self._still |= dict.fromkeys(executions, time.monotonic())
+        self._still |= dict.fromkeys(still, time.monotonic())
 
     def remove(self, key: str) -> None:
         """Remove a process or an execution that has ended."""
         self._processes.pop(key, None)
         self._still.pop(key, None)
+        self._look_after.pop(key, None)
+
+    def rank_called(self, rank: int) -> None:
+        """Record a call of a rank, which comes each second; missing calls count as a stall."""
+        self._still[f"rank {rank}"] = time.monotonic()
 
     def execution_progress(
         self, execution: str, still_s: float, process: Process | None = None
@@ -106,13 +108,24 @@ class StreamWatchdog:
 
     def turn(self, now: float) -> None:
         """Check the processes, if it is time; report the results of earlier checks."""
-        still_s = now - min(list(self._still.values()), default=now)
-        if still_s < _STILL_S:
-            self._look_after = _STILL_S
-        elif still_s >= self._look_after:
-            self._look_after = still_s + min(still_s, _MOST_S)
+        due = [
+            key
+            for key, since in list(self._still.items())
+            if self._is_time(key, now - since)
+        ]
+        if due:
             self._look()
         self._answer()
+
+    def _is_time(self, key: str, still_s: float) -> bool:
+        """Return whether processes are to be checked for an execution or a rank that is still."""
+        if still_s < _STILL_S:
+            self._look_after.pop(key, None)
+            return False
+        if still_s < self._look_after.get(key, _STILL_S):
+            return False
+        self._look_after[key] = still_s + min(still_s, _MOST_S)
+        return True
 
     def _on(self, node: str) -> dict[str, Process]:
         return {

@@ -7,7 +7,6 @@ file       |----A------B--|                 its ranges one after the other
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, look_up, open_object
+from raypipe.storage.files import RemoteFile, look_up, open_object, short_hash
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads, report_progress
 
@@ -69,37 +68,32 @@ class ByteRanges:
         return sum(end - start for start, end in self.ranges)
 
     @cached_property
-    def name(self) -> str:
-        """The name of its file: equal for the same ranges of the same object."""
-        text = f"{self.address} {self.file.num_bytes} {self.file.version} {self.ranges}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    def key(self) -> str:
+        """A name that is equal for the same ranges of the same object."""
+        return short_hash(f"{self.file.key} {self.ranges}")
 
-    def fetch(self, target: Path) -> None:
-        """Fetch the ranges into a local file of that size.
+    def fetch(self, descriptor: int) -> None:
+        """Fetch the ranges into a local file.
 
         Raises:
             StoreError: the object has changed since the store was opened, or cannot be read.
         """
-        descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            with open_object(self.address) as (source, current):
-                self.file.check_same(current)
+        with open_object(self.address) as (source, current):
+            self.file.check_same(current)
 
-                def copy(request: tuple[int, int, int]) -> None:
-                    offset, start, size = request
-                    with _buffers.lent(size) as buffer:
-                        if source.read_into(buffer, start) != size:
-                            raise StoreError(
-                                f"{self.address} has become shorter than {start + size} bytes"
-                            )
-                        os.pwrite(descriptor, buffer, offset)
-                    report_progress()
+            def copy(request: tuple[int, int, int]) -> None:
+                offset, start, size = request
+                with _buffers.lent(size) as buffer:
+                    if source.read_into(buffer, start) != size:
+                        raise StoreError(
+                            f"{self.address} has become shorter than {start + size} bytes"
+                        )
+                    os.pwrite(descriptor, buffer, offset)
+                report_progress()
 
-                in_threads(copy, self._requests())
-            # never mix byte ranges of two versions of an object
-            self.file.check_same(look_up(self.address))
-        finally:
-            os.close(descriptor)
+            in_threads(copy, self._requests())
+        # never mix byte ranges of two versions of an object
+        self.file.check_same(look_up(self.address))
 
     def _requests(self) -> Iterator[tuple[int, int, int]]:
         """Yield the requests that fetch the ranges: offset in the local file, start in the object, and size."""

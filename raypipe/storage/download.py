@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from io import BufferedRandom
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, open_object
 from raypipe.storage.filesystem import is_remote
-from raypipe.storage.local_file import OpenFile, boot_id
+from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import Threads, report_progress
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
 """Size of a ranged read. A process that dies loses up to _NUM_AHEAD of them."""
-UNTOUCHED_NS = 0
-"""Modification time of a file that is unchanged since its download."""
 # Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
 _NUM_AHEAD = 16
 
@@ -35,33 +32,24 @@ def read_pieces(file: RemoteFile) -> Iterator[bytes]:
         yield piece
 
 
-def download(file: RemoteFile, folder: Path) -> None:
-    """Download an object to `folder`/data, or continue a partial download.
+def download(file: RemoteFile, target: BufferedRandom) -> None:
+    """Download an object, or continue a partial download, which a file has from its start on.
 
     Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a
-    failure, such as a full disk, the partial file stays for the next attempt.
+    failure, such as a full disk, they stay for the next attempt.
     """
-    # The name has the boot id: after a power failure, any part of an older file may be missing.
-    partial = folder / f"partial-{boot_id()}"
     logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-    for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
-        old.unlink(missing_ok=True)
-    with partial.open("ab+") as target:
-        target.seek(0)
-        digest = hash_of(target)
-        for piece in _read_remote(file, target.tell()):
-            target.write(piece)
-            target.flush()
-            digest.update(piece)
-        os.utime(target.fileno(), ns=(UNTOUCHED_NS, UNTOUCHED_NS))
-        os.fsync(target.fileno())
+    digest = hash_of(target)
+    for piece in _read_remote(file, target.tell()):
+        target.write(piece)
+        target.flush()
+        digest.update(piece)
     if file.digest and digest.hexdigest() != file.digest:
-        partial.unlink()
+        target.truncate(0)
         raise StoreError(
             f"{file.address} is damaged: its checksum is {digest.hexdigest()}, but it was written with "
             f"{file.digest}; convert it again"
         )
-    partial.replace(folder / "data")
 
 
 def _read_remote(file: RemoteFile, start: int) -> Iterator[bytes]:

@@ -180,6 +180,11 @@ class RemoteFile:
         """Facts that change when the object is replaced."""
         return self.num_bytes, self.version
 
+    @property
+    def key(self) -> str:
+        """A name that is equal for the same object."""
+        return short_hash(f"{self.address} {self.written} {self.digest}")
+
     def checked(self, now: RemoteFile) -> RemoteFile:
         """Return the object as it is now, with the recorded digest; raise StoreError if its size differs."""
         if self.num_bytes not in (-1, now.num_bytes):
@@ -229,6 +234,11 @@ def version_of(
     }
     version = metadata.get("etag") or str(filesystem.get_file_info(path).mtime_ns)
     return version.strip('"')
+
+
+def short_hash(text: str) -> str:
+    """Return blake2b of a text, as 32 hex digits."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:

@@ -1,15 +1,17 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object; modified when it was last used, to a second
-        data                 the whole object, unpacked if it was compressed
-        partial-BOOT         the first bytes of a running download, with the id of the machine's boot
-    CACHE/shards/KEY-BOOT.part    ranges of an object, see `storage.byte_ranges`; modified = last used
-    CACHE/shards/.lock       exclusive lock of the process that downloads a whole object
-    CACHE/shards/.lock-NN    of the processes that fetch a part or unpack an object whose key has this number
-    CACHE/shards/.room       of the process that makes room; the file's text = bytes of all shards and parts
+    CACHE/shards/KEY            a whole object, unpacked if it was compressed; accessed when it was last used, to a
+                                second; modified at time 0, or it is not as it was downloaded
+    CACHE/shards/KEY-BOOT       ranges of an object, see `storage.byte_ranges`, with the id of the machine's boot:
+                                they may lose bytes when the machine stops
+    CACHE/shards/KEY-BOOT.partial    the first bytes of a download, which the next one of the object continues
+    CACHE/shards/.KEY-BOOT      ranges or an unpacked object, while a process writes it
+    CACHE/shards/.lock          exclusive lock of the process that downloads a whole object
+    CACHE/shards/.lock-NN       of the processes that fetch ranges or unpack an object whose key has this number
+    CACHE/shards/.room          see `storage.room`
 
 All processes of a node share the cache. One shard is downloaded at a time, by the first process that needs it.
-Shards are evicted for new ones, least recently used first: a process that has an evicted shard open keeps reading
+Files are evicted for new ones, least recently used first: a process that has an evicted file open keeps reading
 the unlinked file, and closes it within half a second if idle.
 
     RAYPIPE_CACHE          the folder; by default raypipe's folder in the user's cache
@@ -19,23 +21,20 @@ the unlinked file, and closes it within half a second if idle.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import secrets
-import shutil
-import stat
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.byte_ranges import ByteRanges
-from raypipe.storage.download import UNTOUCHED_NS, download, read_pieces
+from raypipe.storage.download import download, read_pieces
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_file import (
     boot_id,
@@ -43,6 +42,7 @@ from raypipe.storage.local_file import (
     make_cache_folder,
 )
 from raypipe.storage.retries import report_progress
+from raypipe.storage.room import Room, TooLargeError
 from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,14 @@ _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
 _LOOK_S = 0.5
+# Modification time of a file that is as it was made.
+_UNTOUCHED_NS = 0
 # The time of a file's last use is written this often at most: stores ask for the same file many times a second.
 _TOUCH_S = 1.0
 # Variables that say where the cache is, and how large.
 _SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
-_PART_SUFFIX = ".part"
-_IN_USE = 1 << 63  # later than any time
-# after that a hidden part is one of a process that was killed
-_LONGEST_FETCH_NS = 3600 * 10**9
-# Share of the limit that is freed at once for parts, since finding the oldest ones looks at every file.
-_FREED_SHARE = 0.05
 # An unpacked object is given room in steps.
 _STEP_BYTES = 64 << 20
 
@@ -82,6 +78,10 @@ class Unpacked(NamedTuple):
     def written(self) -> tuple[int, str]:
         return self.file.written
 
+    @property
+    def key(self) -> str:
+        return f"{self.file.key}-unpacked"
+
 
 CacheEntry = RemoteFile | ByteRanges | Unpacked
 
@@ -92,7 +92,7 @@ class _OpenEntry(Generic[_T]):
     Attributes:
         content: the object that the opener returned.
         inode: the file's.
-        path: its path; for whole objects, their folder has the time of the last use.
+        path: its path.
         touched_s: `time.monotonic()` when the time of the last use was written.
     """
 
@@ -140,7 +140,7 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes
+        self._room = Room(folder, limit_bytes, _DISK_SHARE)
         self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -168,13 +168,11 @@ class LocalCache:
                 entry = self._opened(file, opener)
         return None if entry is None else self._kept(file, entry)
 
-    def folder_of(self, file: RemoteFile | Unpacked) -> Path:
-        """Return the folder of a shard."""
-        whole = file.file if isinstance(file, Unpacked) else file
-        text = f"{whole.address} {whole.num_bytes} {whole.version} {whole.digest}"
-        if isinstance(file, Unpacked):
-            text += " unpacked"
-        return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    def path_of(self, file: CacheEntry) -> Path:
+        """Return the path of the file that has a shard, or a part of one."""
+        if isinstance(file, ByteRanges):
+            return self._folder / f"{file.key}-{boot_id()}"
+        return self._folder / file.key
 
     def close(self, files: Iterable[object]) -> None:
         """Close these shards, and their parts, when nothing refers to them any more; they stay in the cache."""
@@ -194,11 +192,6 @@ class LocalCache:
             [file for file, entry in entries if _inode(entry.path) != entry.inode]
         )
 
-    def _place_of(self, file: CacheEntry) -> Path:
-        if isinstance(file, ByteRanges):
-            return self._folder / f"{file.name}-{boot_id()}{_PART_SUFFIX}"
-        return self.folder_of(file) / "data"
-
     def _watch(self) -> None:
         while True:  # an idle process would not close them otherwise
             time.sleep(_LOOK_S)
@@ -217,16 +210,15 @@ class LocalCache:
                 entry.touched_s = now_s
         if not is_touched:
             with contextlib.suppress(OSError):  # a user may have emptied the cache
-                os.utime(
-                    entry.path if isinstance(file, ByteRanges) else entry.path.parent
-                )
+                modified_ns = entry.path.stat().st_mtime_ns
+                os.utime(entry.path, ns=(time.time_ns(), modified_ns))
         return entry.content
 
     def _opened(
         self, file: CacheEntry, opener: Callable[[Path], _T]
     ) -> _OpenEntry[_T] | None:
         """Return an opened shard; None if the cache does not have it."""
-        data = self._place_of(file)
+        data = self.path_of(file)
         while _is_whole(data, file):
             inode = _inode(data)
             try:
@@ -237,13 +229,12 @@ class LocalCache:
         return None
 
     def _enter(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _OpenEntry[_T]:
-        data = self._place_of(file)
+        data = self.path_of(file)
         lock = ".lock"
         if not isinstance(file, RemoteFile):
-            key = (data if isinstance(file, ByteRanges) else data.parent).name[:8]
-            lock = f".lock-{int(key, 16) % _NUM_LOCKS:02}"
+            lock = f".lock-{int(file.key[:8], 16) % _NUM_LOCKS:02}"
         try:
-            data.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             while True:
                 if entry := self._opened(file, opener):
                     return entry
@@ -252,141 +243,71 @@ class LocalCache:
                         self._make(file, data)
         except OSError as error:
             raise StoreError(
-                f"{data.parent} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
+                f"{self._folder} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
     def _make(self, file: CacheEntry, data: Path) -> None:
+        """Make a file; the caller has its lock."""
         if isinstance(file, RemoteFile):
-            self._make_room(file, file.num_bytes)
-            download(file, data.parent)
-        elif isinstance(file, Unpacked):
-            self._unpack(file, data.parent)
+            partial = self._folder / f"{file.key}-{boot_id()}.partial"
         else:
-            partial = data.with_name(f".{data.name}.{secrets.token_hex(4)}")
-            try:
-                self._make_room(file, file.num_bytes, reserved=partial)
-                file.fetch(partial)
-                partial.replace(data)
-            finally:
+            partial = self._folder / f".{file.key}-{boot_id()}"
+        try:
+            partial.touch(0o600)
+            with partial.open("r+b") as target:
+                if isinstance(file, RemoteFile):
+                    self._make_room(file, partial, file.num_bytes)
+                    download(file, target)
+                elif isinstance(file, Unpacked):
+                    self._unpack(file, partial, target)
+                else:
+                    self._make_room(file, partial, file.num_bytes)
+                    file.fetch(target.fileno())
+                target.flush()
+                os.utime(target.fileno(), ns=(time.time_ns(), _UNTOUCHED_NS))
+                if not isinstance(file, ByteRanges):
+                    os.fsync(target.fileno())
+            partial.replace(data)
+        finally:
+            if not isinstance(file, RemoteFile):
                 partial.unlink(missing_ok=True)
 
-    def _unpack(self, file: Unpacked, folder: Path) -> None:
-        """Unpack a file to `folder`/data."""
-        partial = folder / f"partial-{boot_id()}"
-        logger.info("unpacking %s, %.1f MiB", file.address, file.file.num_bytes / 2**20)
-        for old in (folder / "data", *folder.glob("partial-*")):
-            old.unlink(missing_ok=True)
+    def _unpack(self, file: Unpacked, partial: Path, target: BufferedRandom) -> None:
+        """Unpack a file into a new one."""
+        stored_bytes = file.file.num_bytes
+        logger.info("unpacking %s, %.1f MiB", file.address, stored_bytes / 2**20)
         num_bytes = room = 0
-        with partial.open("xb") as target:
-            for piece in unpack_pieces(
-                read_pieces(file.file), file.address, file.file.num_bytes
-            ):
-                if num_bytes + len(piece) > room:
-                    self._make_room(file, _STEP_BYTES, room)
-                    room += _STEP_BYTES
-                target.write(piece)
-                num_bytes += len(piece)
-                report_progress()
-            target.flush()
-            os.utime(target.fileno(), ns=(UNTOUCHED_NS, UNTOUCHED_NS))
-            os.fsync(target.fileno())
-        partial.replace(folder / "data")
+        for piece in unpack_pieces(read_pieces(file.file), file.address, stored_bytes):
+            num_bytes += len(piece)
+            if num_bytes > room:
+                room += _STEP_BYTES
+                self._make_room(file, partial, room)
+            target.write(piece)
+            report_progress()
+        target.truncate()
 
-    def _make_room(
-        self,
-        file: CacheEntry,
-        num_bytes: int,
-        num_made: int = 0,
-        reserved: Path | None = None,
-    ) -> None:
-        """Evict shards and parts, least recently used first, until more bytes of this one fit.
-
-        Parts that are being fetched stay, so that a limit of a few parts may be exceeded by these.
-
-        Args:
-            num_made: bytes of it that are there already.
-            reserved: a file to make with so many bytes; None = none.
-        """
-        record = self._folder / ".room"
-        with locked(record):
-            counted = record.read_text()
-            used = int(counted) if counted.isdecimal() else -1
-            # Whole shards count everything again, since a user may have emptied the cache.
-            is_counted = used >= 0 and not isinstance(file, RemoteFile)
-            if reserved:
-                reserved.touch(0o600, exist_ok=False)
-                os.truncate(reserved, num_bytes)
-            if is_counted and used + num_bytes <= self._limit(used):
-                record.write_text(str(used + num_bytes))
-                return
-            files = self._evictable(file)
-            if reserved:
-                num_bytes = 0  # its file counts
-            used = sum(size for _, size, _ in files)
-            limit = self._limit(used)
-            needed = num_made + (reserved.stat().st_size if reserved else num_bytes)
-            if needed > limit:
-                raise StoreError(
-                    f"{file.address} has {needed:,} bytes, but the cache in {self._folder} has a "
-                    f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
-                    "convert the store into smaller shards (--shards)"
-                )
-            kept = limit - num_bytes - num_made
-            if not isinstance(file, RemoteFile) and used > kept:
-                kept -= min(kept, int(_FREED_SHARE * limit))
-            for last_ns, size, path in sorted(files):
-                if used > kept and last_ns < _IN_USE:
-                    path.unlink(missing_ok=True)
-                    used -= size
-            record.write_text(str(used + num_made + num_bytes))
-
-    def _limit(self, used: int) -> int:
-        return self._limit_bytes or int(
-            _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
-        )
-
-    def _evictable(self, entry: CacheEntry) -> list[tuple[int, int, Path]]:
-        """Return last use, size and path of the files that may be evicted for an entry."""
-        if isinstance(entry, ByteRanges):
-            folder_of_entry = None
-        else:
-            folder_of_entry = self.folder_of(entry)
-        files: list[tuple[int, int, Path]] = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                # another process is done with it
-                status = path.stat()
-                if _PART_SUFFIX in path.name:
-                    last_ns = status.st_mtime_ns
-                    if (
-                        path.name.startswith(".")
-                        and time.time_ns() - last_ns < _LONGEST_FETCH_NS
-                    ):
-                        last_ns = _IN_USE
-                    elif boot_id() not in path.name:
-                        # it may have lost bytes when the machine stopped
-                        last_ns = 0
-                    files.append((last_ns, status.st_size, path))
-                elif path != folder_of_entry and stat.S_ISDIR(status.st_mode):
-                    for content in (path / "data", *path.glob("partial-*")):
-                        with contextlib.suppress(FileNotFoundError):
-                            files.append(
-                                (status.st_mtime_ns, content.stat().st_size, content)
-                            )
-        return files
+    def _make_room(self, file: CacheEntry, partial: Path, num_bytes: int) -> None:
+        """Let a file that is being made grow to so many bytes."""
+        try:
+            self._room.take(partial, num_bytes, is_exact=isinstance(file, RemoteFile))
+        except TooLargeError as error:
+            (limit,) = error.args
+            raise StoreError(
+                f"{file.address} has {num_bytes:,} bytes, but the cache in {self._folder} has a "
+                f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
+                "convert the store into smaller shards (--shards)"
+            ) from None
 
 
 def _is_whole(data: Path, file: CacheEntry) -> bool:
-    """Return whether a complete and unchanged download of an object exists."""
+    """Return whether a file is complete and unchanged."""
     try:
         status = data.stat()
     except FileNotFoundError:
         return False
-    if isinstance(file, ByteRanges):
-        return status.st_size == file.num_bytes
     has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
-    return has_size and status.st_mtime_ns == UNTOUCHED_NS
+    return has_size and status.st_mtime_ns == _UNTOUCHED_NS
 
 
 def _inode(path: Path) -> int:

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
@@ -91,8 +91,8 @@ _without_retries: ContextVar[bool] = ContextVar("without retries", default=False
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
 
-# (operation, name of the count) → count
-_counts: dict[tuple[str, str], float] = defaultdict(float)
+# operation → name of the count → count
+_counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 _counts_lock = threading.Lock()
 
 
@@ -102,11 +102,15 @@ def take_counts() -> dict[str, dict[str, float]]:
     Seconds include waits. A request with all its attempts counts once; only raised errors count.
     """
     with _counts_lock:
-        operations: dict[str, dict[str, float]] = {}
-        for (operation, name), amount in _counts.items():
-            operations.setdefault(operation, {})[name] = amount
+        counts = {operation: dict(amounts) for operation, amounts in _counts.items()}
         _counts.clear()
-    return operations
+    return counts
+
+
+def count(operation: str, **amounts: float) -> None:
+    with _counts_lock:
+        for name, amount in amounts.items():
+            _counts[operation][name] += amount
 
 
 class _OutageClock:
@@ -118,25 +122,18 @@ class _OutageClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_waits = 0
-        self._since = 0.0
-        self._ended_s = 0.0
+        self._looked_s = 0.0
+        self._seconds = 0.0
 
-    def begin(self) -> None:
+    def seconds(self, new_waits: int = 0) -> float:
+        """Return the seconds so far; from now on there are so many more waits."""
         with self._lock:
-            if self._num_waits == 0:
-                self._since = time.monotonic()
-            self._num_waits += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._num_waits -= 1
-            if self._num_waits == 0:
-                self._ended_s += time.monotonic() - self._since
-
-    def seconds(self) -> float:
-        with self._lock:
-            running_s = time.monotonic() - self._since if self._num_waits else 0.0
-            return self._ended_s + running_s
+            now_s = time.monotonic()
+            if self._num_waits:
+                self._seconds += now_s - self._looked_s
+            self._looked_s = now_s
+            self._num_waits += new_waits
+            return self._seconds
 
 
 _outages = _OutageClock()
@@ -145,12 +142,6 @@ _outages = _OutageClock()
 def outages_s() -> float:
     """Return for how many seconds this process has waited, in all, for storage that did not answer."""
     return _outages.seconds()
-
-
-def count(operation: str, **amounts: float) -> None:
-    with _counts_lock:
-        for name, amount in amounts.items():
-            _counts[operation, name] += amount
 
 
 def report_progress() -> None:
@@ -206,140 +197,131 @@ def error_reason(error: BaseException) -> str:
     return reason
 
 
-class Retries:
-    """Retries for one file system; all threads of a process share its log lines."""
+def retried(
+    operation: str,
+    address: str,
+    do: Callable[[], _T],
+    renew: Callable[[], object] | None = None,
+) -> _T:
+    """Call `do` until it succeeds, and return its result.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._logged_at: float | None = None
+    Args:
+        operation: open, read, list, …; the name of its count.
+        address: the address, for logs and errors.
+        do: the operation, which raises if it fails. It may be called several times; retries run in other
+            threads.
+        renew: makes `do` read credentials again; None = no credentials.
 
-    def call(
-        self,
-        operation: str,
-        address: str,
-        do: Callable[[], _T],
-        renew: Callable[[], object] | None = None,
-    ) -> _T:
-        """Call `do` until it succeeds, and return its result.
-
-        Args:
-            operation: open, read, list, …; the name of its count.
-            address: the address, for logs and errors.
-            do: the operation, which raises if it fails. It may be called several times; retries run in other
-                threads.
-            renew: makes `do` read credentials again; None = no credentials.
-
-        Raises:
-            OutageError: `do` failed with transient errors for `patience_s`.
-            OSError, ArrowException: `do` failed with any other error.
-        """
-        begun = time.monotonic()
-        waiting = None
-        try:
-            while True:
-                try:
-                    if waiting is None and not _lost.is_set():
-                        answer = do()
-                    else:
-                        answer = _in_thread(
-                            do, waiting.tick if waiting else report_progress
-                        )
-                except (OSError, pa.ArrowException) as error:
-                    is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                    if (
-                        _without_retries.get()
-                        or _lost.is_set()
-                        or not (is_denied or _is_transient(error))
-                    ):
-                        raise
-                    if waiting is None:
-                        waiting = _Wait(self, operation, address)
-                        _outages.begin()
-                    waiting.after(error, is_denied)
-                    if renew and (is_denied or _HIDDEN in str(error)):
-                        renew()
-                    count(operation, retries=1)
+    Raises:
+        OutageError: `do` failed with transient errors for `patience_s`.
+        OSError, ArrowException: `do` failed with any other error.
+    """
+    begun = time.monotonic()
+    wait: _Wait | None = None
+    try:
+        while True:
+            try:
+                if wait is None and not _lost.is_set():
+                    answer = do()
                 else:
-                    if waiting:
-                        self._answered(waiting)
-                    return answer
-        except BaseException as error:
-            count(operation, errors=not isinstance(error, FileNotFoundError))
-            raise
-        finally:
-            if waiting:
-                _outages.end()
-            count(operation, requests=1, seconds=time.monotonic() - begun)
+                    answer = _in_thread(do, wait.tick if wait else report_progress)
+                break
+            except (OSError, pa.ArrowException) as error:
+                is_denied = renew is not None and bool(_DENIED.search(str(error)))
+                is_given_up = _without_retries.get() or _lost.is_set()
+                if is_given_up or not (is_denied or _is_transient(error)):
+                    raise
+                if wait is None:
+                    wait = _Wait(operation, address)
+                    _outages.seconds(new_waits=1)
+                wait.after(error, is_denied)
+                if renew and (is_denied or _HIDDEN in str(error)):
+                    renew()
+                count(operation, retries=1)
+        if wait:
+            wait.log_end()
+        return answer
+    except BaseException as error:
+        count(operation, errors=not isinstance(error, FileNotFoundError))
+        raise
+    finally:
+        if wait:
+            _outages.seconds(new_waits=-1)
+        count(operation, requests=1, seconds=time.monotonic() - begun)
 
-    def log(self, waiting: _Wait) -> None:
-        """Log a line if it is time for one."""
-        now = time.monotonic()
-        with self._lock:
-            if (
-                now - waiting.since < _LOG_AFTER_S
-                or now - (self._logged_at or -_LOG_EVERY_S) < _LOG_EVERY_S
-            ):
-                return
-            self._logged_at = now
-        left = max(0.0, waiting.deadline - now)
-        logger.warning(
-            "waiting for %s, for up to %.0f s more (RAYPIPE_STORAGE_PATIENCE_S): %s: %s",
-            *(waiting.address, left, waiting.operation, waiting.reason),
-        )
 
-    def _answered(self, waiting: _Wait) -> None:
-        with self._lock:
-            is_logged, self._logged_at = self._logged_at is not None, None
-        if is_logged:
-            logger.warning(
-                "%s answers again, after %.0f s",
-                waiting.address,
-                time.monotonic() - waiting.since,
-            )
+_log_lock = threading.Lock()
 
 
 class _Wait:
-    """A failed operation that is being retried."""
+    """A failed operation that is being retried.
 
-    def __init__(self, retries: Retries, operation: str, address: str) -> None:
-        self._retries = retries
-        self.operation = operation
-        self.address = address
-        self.since = time.monotonic()
-        self._denied_at = 0.0
+    Attributes:
+        logged_s: when a wait of this process was last logged, by `time.monotonic`; None = not since the last end.
+    """
+
+    logged_s: ClassVar[float | None] = None
+
+    def __init__(self, operation: str, address: str) -> None:
+        self._operation = operation
+        self._address = address
+        self._since_s = time.monotonic()
+        self._denied_s = 0.0
         self._attempts = 0
-        self.deadline = 0.0
-        self.reason = ""
+        self._deadline_s = 0.0
+        self._reason = ""
 
     def after(self, error: BaseException, is_denied: bool) -> None:
         """Sleep until the next attempt; raise if there is none."""
-        now = time.monotonic()
-        limit = patience_s() * (_DENIED_SHARE if is_denied else 1)
-        self._denied_at = (self._denied_at or now) if is_denied else 0.0
-        self.deadline = (self._denied_at or self.since) + limit
-        self.reason = error_reason(error)
-        if now >= self.deadline and is_denied:
+        now_s = time.monotonic()
+        limit_s = patience_s() * (_DENIED_SHARE if is_denied else 1)
+        self._denied_s = (self._denied_s or now_s) if is_denied else 0.0
+        self._deadline_s = (self._denied_s or self._since_s) + limit_s
+        self._reason = error_reason(error)
+        if now_s >= self._deadline_s and is_denied:
             raise OSError(
-                f"{self.reason}; denied for {limit:g} s, with credentials read again each time"
+                f"{self._reason}; denied for {limit_s:g} s, with credentials read again each time"
             ) from error
-        if now >= self.deadline:
+        if now_s >= self._deadline_s:
             raise OutageError(
-                f"{self.address} was unavailable for {limit:g} s (RAYPIPE_STORAGE_PATIENCE_S): "
-                f"{self.operation}: {self.reason}"
+                f"{self._address} was unavailable for {limit_s:g} s (RAYPIPE_STORAGE_PATIENCE_S): "
+                f"{self._operation}: {self._reason}"
             ) from error
-        pause = min(_LONGEST_S, _FIRST_S * 2**self._attempts) * random.uniform(0.5, 1)
+        pause_s = min(_LONGEST_S, _FIRST_S * 2**self._attempts)
         self._attempts += 1
-        until = min(now + pause, self.deadline)
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _TICK_S))
+        until_s = min(now_s + pause_s * random.uniform(0.5, 1), self._deadline_s)
+        while (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _TICK_S))
             self.tick()
-            if _lost.is_set() or ((given_up := _given_up.get()) and given_up.is_set()):
+            given_up = _given_up.get()
+            if _lost.is_set() or (given_up and given_up.is_set()):
                 raise error
 
     def tick(self) -> None:
-        """Call `progress`, and log the wait if it is time."""
+        """Call `report_progress`, and log the wait if it is time."""
         report_progress()
-        self._retries.log(self)
+        now_s = time.monotonic()
+        with _log_lock:
+            last_s = _Wait.logged_s or -_LOG_EVERY_S
+            if now_s < max(self._since_s + _LOG_AFTER_S, last_s + _LOG_EVERY_S):
+                return
+            _Wait.logged_s = now_s
+        logger.warning(
+            "waiting for %s, for up to %.0f s more (RAYPIPE_STORAGE_PATIENCE_S): %s: %s",
+            self._address,
+            max(0.0, self._deadline_s - now_s),
+            self._operation,
+            self._reason,
+        )
+
+    def log_end(self) -> None:
+        """Log that the storage answers, if the wait was logged."""
+        with _log_lock:
+            is_logged = _Wait.logged_s is not None
+            _Wait.logged_s = None
+        if is_logged:
+            waited_s = time.monotonic() - self._since_s
+            logger.warning("%s answers again, after %.0f s", self._address, waited_s)
 
 
 class Threads(ThreadPoolExecutor):

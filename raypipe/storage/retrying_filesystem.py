@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.storage.retries import Retries, count
+from raypipe.storage.retries import count, retried
 
 _T = TypeVar("_T")
 
@@ -249,7 +249,6 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         self._make = lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
         self._inner: pyarrow.fs.FileSystem | None = None
-        self._retries = Retries()
         self._lock = threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
@@ -263,9 +262,8 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def call(
         self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
     ) -> _T:
-        return self._retries.call(
-            operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew
-        )
+        address = f"{self._scheme}://{path}"
+        return retried(operation, address, lambda: do(self.inner()), self._renew)
 
     def __eq__(self, handler: object) -> bool:
         return isinstance(handler, _Handler) and self.inner().equals(handler.inner())

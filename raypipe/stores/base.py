@@ -281,7 +281,7 @@ class FileStore(ABC, Generic[C]):
 
     def _patiently(self, do: Callable[[], _T]) -> _T:
         """Call `do`; if the store has vanished from this machine, as with a mount, wait for it as for a bucket."""
-        from raypipe.storage.retries import Retries  # this imports pyarrow
+        from raypipe.storage.retries import retried  # this imports pyarrow
 
         def is_there() -> bool:
             return "://" in self.address or os.access(self.address, os.F_OK)
@@ -297,7 +297,7 @@ class FileStore(ABC, Generic[C]):
         except Exception:
             if is_there():
                 raise
-            return Retries().call("read", self.address, again)
+            return retried("read", self.address, again)
 
     def sample_name(self, index: int) -> str:
         """Return a sample's file, its place in the file, and the name that is stored there."""

@@ -23,6 +23,7 @@ from raypipe.stores.class_folders import (
     LeftOut,
     check_classes,
     find_classes,
+    join,
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
@@ -37,10 +38,6 @@ from raypipe.stores.webdataset import (
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
 
-FILES = "files"
-"""Name of the texts and places of all members of a tar, from which `_tree_of` makes its tree again."""
-_LEADS_TO = "->"
-
 
 def find_files(
     name: str, members: Sequence[tuple[str, Member]], tree: FileTree
@@ -53,26 +50,14 @@ def find_files(
         tree: the same as a tree.
 
     Returns:
-        `texts` and `places` of the samples and of all `FILES`; `digest`, a hash over the samples' names, sizes and
-        modification times; `others`, by number of the member, `->target`, or what a special one is, and "" for
-        folders; and `about`, see `_views`.
+        `keys` and `places` of the samples; `digest`, a hash over the samples' names, sizes and modification times;
+        and `about`, see `_views`.
     """
     layout = find_classes([tree], name)
     if not any(map(any, layout.samples)):
         return None
-    last = dict(members)
-    places = list[tuple[int, int]]()
-    not_files = dict[str, str]()
-    for number, node in enumerate(last.values()):
-        if isinstance(node, TreeFile):
-            places.append(node.value[:2])
-        else:
-            places.append((-1, -1))
-            not_files[str(number)] = _described(node)
     (scan,) = _views(layout)
-    scan["texts"][FILES] = as_texts(last)
-    scan["places"][FILES] = np.array(places, np.int64)
-    return {**scan, "digest": _hash_of(last), "others": not_files}
+    return {**scan, "digest": _hash_of(dict(members))}
 
 
 def _hash_of(members: Mapping[str, Member]) -> str:
@@ -103,17 +88,11 @@ def _may_count(path: str) -> bool:
     return len(parts) > 1 and not any(map(is_left_out, parts))
 
 
-def _described(node: Link | Special | None) -> str:
-    if isinstance(node, Link):
-        return f"{_LEADS_TO}{node.target}"
-    return node.kind if isinstance(node, Special) else ""
-
-
 def index_tars(
     names: Sequence[str], scans: Sequence[Scan], target_column: str
 ) -> Indexed:
     """Return the samples of several tars, of either layout; raise StoreError if they have both."""
-    of_folders = ["about" in scan for scan in scans]
+    of_folders = [bool(scan.get("about")) for scan in scans]
     if not any(of_folders):
         return index_samples(names, scans)
     if not all(of_folders):
@@ -135,37 +114,34 @@ def _index_files(
         StoreError: see `find_classes` and `check_classes`.
     """
     views = scans
-    abouts = [view["about"] for view in views]
+    abouts = [scan["about"] for scan in scans]
+    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
+    left_out = LeftOut()
+    for counted in (*scans, *abouts):
+        left_out.update(counted["left_out"])
     if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
-        # together they are something else
-        views = _views(find_classes(list(map(_tree_of, scans)), names[0]))
+        # together their samples are in other folders
+        layout = find_classes(list(map(_tree_of, scans)), names[0])
+        doubts = [doubt._replace(splits=[], folders="") for doubt in doubts]
+        doubts.append(layout.doubts)
+        left_out += layout.left_out
+        views = _views(layout)
         abouts = [view["about"] for view in views]
     num_by_class = Counter[str]()
     for about in abouts:
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
-    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
     told = check_classes(names[0], target_column, doubts, num_by_class)
     classes = tuple(sorted(num_by_class))
     columns = {
         "image": np.concatenate([view["places"][""] for view in views]),
         "label": np.concatenate([_labels_of(about, classes) for about in abouts]),
     }
-    keys = [view["texts"]["keys"] for view in views]
-    left_out = LeftOut()
-    for counted in (*scans, *abouts):
-        left_out.update(counted["left_out"])
+    keys = [view["keys"] for view in views]
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
-    return Indexed(
-        columns,
-        classes,
-        list(map(len, keys)),
-        keys,
-        left_out,
-        facts,
-        told,
-    )
+    nums = list(map(len, keys))
+    return Indexed(columns, classes, nums, keys, left_out, facts, told)
 
 
 def _labels_of(about: dict[str, Any], classes: tuple[str, ...]) -> np.ndarray:
@@ -198,28 +174,20 @@ def _views(layout: Layout) -> list[Scan]:
         views.append(
             {
                 "about": about,
-                "texts": {"keys": as_texts(paths)},
+                "keys": as_texts(paths),
                 "places": {"": np.array(places, np.int64).reshape(-1, 2)},
             }
         )
     return views
 
 
-def _node_of(described: str) -> Member:
-    if described.startswith(_LEADS_TO):
-        return Link(described.removeprefix(_LEADS_TO))
-    return Special(described) if described else None
-
-
 def _tree_of(scan: Scan) -> MemoryTree:
-    """Return the tree that `find_files` was given."""
+    """Return a tree of the samples of a tar, and of its classes without samples."""
     tree = MemoryTree(missing=(-1, -1))
-    members = zip(
-        as_names(scan["texts"][FILES]), scan["places"][FILES].tolist(), strict=True
-    )
-    for number, (path, start_and_size) in enumerate(members):
-        node: Member = TreeFile(start_and_size)
-        if (described := scan["others"].get(str(number))) is not None:
-            node = _node_of(described)
-        tree.add(path, node)
+    about = scan["about"]
+    for name in about["classes"]:
+        tree.add(join(about["root"], name), None)
+    places = scan["places"][""].tolist()
+    for path, place in zip(as_names(scan["keys"]), places, strict=True):
+        tree.add(path, TreeFile(place))
     return tree

@@ -202,53 +202,24 @@ def _constant(node: ast.expr) -> bool | int | float | str | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
-    if type(op) in _COMPARISONS:
-        if isinstance(left, ast.Constant) and left.value is None:
-            left, right = right, left
-        if (
-            isinstance(right, ast.Constant)
-            and right.value is None
-            and isinstance(op, ast.Eq | ast.NotEq)
-        ):
-            return _applied(pc.is_null if isinstance(op, ast.Eq) else pc.is_valid, left)
-        return _applied(_COMPARISONS[type(op)], left, right)
-    if isinstance(op, ast.In | ast.NotIn) and isinstance(
-        right, ast.List | ast.Tuple | ast.Set
-    ):
-        is_in = _is_in([_constant(value) for value in right.elts])
-        return _applied(
-            is_in
-            if isinstance(op, ast.In)
-            else lambda operand: pc.invert(is_in(operand)),
-            left,
-        )
+    match left, op, right:
+        case (side, ast.Eq(), ast.Constant(value=None)):
+            return _applied(pc.is_null, side)
+        case (side, ast.NotEq(), ast.Constant(value=None)):
+            return _applied(pc.is_valid, side)
+        case (ast.Constant(value=None), ast.Eq() | ast.NotEq(), _):
+            return _compared(right, op, left)
+        case _ if type(op) in _COMPARISONS:
+            return _applied(_COMPARISONS[type(op)], left, right)
+        case (_, ast.In(), ast.List(elts) | ast.Tuple(elts) | ast.Set(elts)):
+            list(map(_constant, elts))  # nothing else is allowed
+            equal = [_compared(left, ast.Eq(), value) for value in elts]
+            return _joined(pc.or_kleene, [lambda _: pa.scalar(False), *equal])
+        case (_, ast.NotIn(), _):
+            is_in = _compared(left, ast.In(), right)
+            return lambda columns: pc.invert(is_in(columns))
     text = shown(ast.unparse(ast.Compare(left, [op], [right])))
     raise ConfigError(f"{text} is not allowed: `in` takes a list")
-
-
-def _is_in(values: list[Any]) -> Callable[[Any], Any]:
-    """Return a function that tests for equality with any of the values, like a chain of comparisons."""
-    kinds = {
-        "number" if type(value) in (int, float) else type(value)
-        for value in values
-        if value is not None
-    }
-    if len(kinds) > 1:
-        raise ConfigError(
-            "the list of `in` must have one type: numbers, strings or booleans, and None"
-        )
-
-    def is_in(left: Any) -> Any:
-        is_null = pc.is_null(left)
-        comparisons = (
-            is_null if value is None else pc.equal(left, pa.scalar(value))
-            for value in values
-        )
-        return reduce(
-            pc.or_kleene, comparisons, pc.and_kleene(is_null, pa.scalar(False))
-        )
-
-    return is_in
 
 
 def _evaluated(compiled: Compiled, columns: dict[str, pa.Array]) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Indexes of tars: the scan of each, kept so that it is made once.
 
     CACHE/scans/HASH.arrow                             of remote and large local tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-10.index       next to the tars, which `raypipe index` writes
-    RUN/index/NAME.tar.HASH-10.index                   in the folder of a run, for its other nodes
+    FOLDER/_raypipe_index/NAME.tar.HASH-11.index       next to the tars, which `raypipe index` writes
+    RUN/index/NAME.tar.HASH-11.index                   in the folder of a run, for its other nodes
 
 An index names the size and version of its tar, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -36,19 +36,19 @@ from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
 from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
+from raypipe.stores.arrow_values import array_type, to_arrow
 from raypipe.stores.base import hash_of_facts
-from raypipe.stores.class_tar import FILES
 from raypipe.stores.kept import UNUSABLE, packed, unpacked
 from raypipe.stores.webdataset import Scan
 
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-VERSION = 10  # the scans' form has this version
+VERSION = 11  # the scans' form has this version
 _SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
-_TEXTS = pa.large_list(pa.large_binary())
-_PAIRS = pa.large_list(pa.int64())
+_KEYS = pa.large_binary()
+_PAIRS = array_type(np.int64, (2,))
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,14 @@ def _read(address: str, tar: Archive) -> Scan:
 
 _Count = Annotated[int, Limits(0, 1 << 62)]
 _Counts = dict[str, _Count]
-# Facts of a scan, which are JSON: of both layouts, of samples, and of class folders.
-_OF_ALL = {"digest": str, "left_out": _Counts, "sparse": dict[str, list[list[_Count]]]}
-_OF_SAMPLES = {**_OF_ALL, "labels": list[Any] | None}
-_OF_FOLDERS = {**_OF_ALL, "others": dict[str, str], "about": dict[str, Any]}
+# Facts of a scan, which are JSON. Samples have `labels`, class folders have `about`.
+_FACTS = {
+    "digest": str,
+    "left_out": _Counts,
+    "sparse": dict[str, list[list[_Count]]],
+    "labels": list[Any] | None,
+    "about": dict[str, Any] | None,
+}
 _ABOUT = {
     "root": str,
     "classes": list[str],
@@ -184,16 +188,13 @@ _ABOUT = {
 
 
 def pack(tar: Archive, scan: Scan) -> bytes:
-    """Return a scan as a stream of one row, in which each array is a list."""
-    texts = scan["texts"]
-    places = scan["places"]
-    names = {"texts": list(texts), "places": list(places), "tar": tar.version}
-    flat = [pa.array(pairs.reshape(-1)) for pairs in places.values()]
-    lists = {
-        str(number): pa.LargeListArray.from_arrays([0, len(values)], values)
-        for number, values in enumerate([*texts.values(), *flat])
-    }
-    return packed(lists, {**scan, **names})
+    """Return a scan as a table of its samples: their keys, and the places of their members by suffix."""
+    columns = {"keys": scan["keys"]}
+    for number, pairs in enumerate(scan["places"].values()):
+        columns[str(number)] = to_arrow(pairs)
+    facts = {name: scan.get(name) for name in _FACTS}
+    suffixes = list(scan["places"])
+    return packed(columns, {**facts, "suffixes": suffixes, "tar": tar.version})
 
 
 def unpack(content: pa.Buffer, tar: Archive) -> Scan:
@@ -201,18 +202,20 @@ def unpack(content: pa.Buffer, tar: Archive) -> Scan:
     batch, facts = unpacked(content)
     if facts["tar"] != list(tar.version):
         raise ValueError("it belongs to another version of the tar")
-    kinds = [_TEXTS] * len(facts["texts"]) + [_PAIRS] * len(facts["places"])
-    _require(batch.schema.types == kinds and batch.num_rows == 1, "columns")
-    arrays = iter([column.values for column in batch.columns])
+    kinds = [_KEYS, *[_PAIRS] * len(facts["suffixes"])]
+    _require(batch.schema.types == kinds and not batch["keys"].null_count, "columns")
+    places = [column.flatten().to_numpy() for column in batch.columns[1:]]
     scan: Scan = {
-        **_checked(facts, _OF_FOLDERS if "about" in facts else _OF_SAMPLES),
-        "texts": {name: next(arrays) for name in facts["texts"]},
+        **_checked(facts, _FACTS),
+        "keys": batch["keys"],
         "places": {
-            suffix: next(arrays).to_numpy().reshape(-1, 2) for suffix in facts["places"]
+            suffix: pairs.reshape(-1, 2)
+            for suffix, pairs in zip(facts["suffixes"], places, strict=True)
         },
     }
     # Places in a compressed tar are those of its content, whose size is not known yet.
-    _check(scan, 1 << 62 if isinstance(tar.file, Unpacked) else tar.num_bytes)
+    num_bytes = 1 << 62 if isinstance(tar.file, Unpacked) else tar.num_bytes
+    _check(scan, num_bytes, batch.num_rows)
     return scan
 
 
@@ -220,29 +223,25 @@ def _checked(facts: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, An
     return {name: check(name, facts[name], kind) for name, kind in kinds.items()}
 
 
-def _check(scan: Scan, num_bytes: int) -> None:
-    """Raise ValueError or KeyError unless a scan's arrays fit each other, and a tar of this size."""
+def _check(scan: Scan, num_bytes: int, num: int) -> None:
+    """Raise ValueError or KeyError unless a scan of so many samples fits itself, and a tar of this size."""
     stored_ends = [
         int(start) + sum(length for _, length in ranges)
         for start, ranges in scan["sparse"].items()
     ]
     _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
-    num = len(scan["texts"]["keys"])
-    nums = {"": num, **dict.fromkeys(scan["places"], num)}
-    if "about" in scan:
+    if scan["about"] is None:
+        _require(scan["labels"] is None or len(scan["labels"]) == num, "labels")
+    else:
         about = scan["about"] = _checked(scan["about"], _ABOUT)
-        nums[FILES] = len(scan["texts"][FILES])
         are_classes = len(about["nums"]) == len(about["classes"])
         _require(are_classes and sum(about["nums"]) == num, "classes")
-    else:
-        _require(scan["labels"] is None or len(scan["labels"]) == num, "labels")
-    for suffix, expected in nums.items():
-        starts, sizes = scan["places"][suffix].T
-        # The sizes of sparse members count their holes.
-        are_sparse = np.isin(starts, list(map(int, scan["sparse"])))
-        are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
-        are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
-        _require(len(starts) == expected and bool(are_right.all()), "places")
+    starts, sizes = np.concatenate([scan["places"][""], *scan["places"].values()]).T
+    # The sizes of sparse members count their holes.
+    are_sparse = np.isin(starts, list(map(int, scan["sparse"])))
+    are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
+    are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
+    _require(bool(are_right.all()), "places")
 
 
 def _require(is_right: bool, field: str) -> None:

@@ -160,7 +160,7 @@ def _layout_of(
         scan = find_files(name, members, tree)
     if scan is None and not target_column:
         scan = find_samples(*arguments, needs_labels=False)
-    if scan is not None and "about" not in scan:
+    if scan is not None and not scan.get("about"):
         placeless = (
             node
             for (_, node), (_, location) in zip(members, entries, strict=True)

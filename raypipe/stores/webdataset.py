@@ -52,7 +52,7 @@ Read = Callable[[int, int], bytes]
 Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`: JSON values, and arrays.
 
-    texts     name → Arrow array, see `as_texts`; `keys` has the keys or paths of all samples
+    keys      the keys or paths of all samples, see `as_texts`
     places    suffix → position and num_bytes of each sample's member, int64 (n, 2), -1 for none; "" is the image
 """
 
@@ -175,7 +175,7 @@ def find_samples(
 
     Returns:
         labels: the label of each sample; None without labels.
-        texts, places: see `Scan`.
+        keys, places: see `Scan`.
         left_out: how many members are neither, by suffix.
         digest: hash over the members' names, sizes and modification times, and the labels.
 
@@ -208,7 +208,7 @@ def find_samples(
     label_column = None if labels is None else target_column
     left_out.update(_unused(samples, images, columns, label_column))
     return {
-        "texts": {"keys": as_texts(sample.key for sample in samples)},
+        "keys": as_texts(sample.key for sample in samples),
         "labels": labels,
         "places": _places(samples, images, columns),
         "left_out": left_out,
@@ -397,7 +397,7 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
 
 def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
-    keys = [scan["texts"]["keys"] for scan in scans]
+    keys = [scan["keys"] for scan in scans]
     nums = list(map(len, keys))
     labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import lmdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,6 +26,8 @@ from raypipe.stores.record import (
     Fingerprint,
     Metadata,
     RecordLayout,
+    arrow_column,
+    arrow_type,
     numpy_type,
 )
 
@@ -214,7 +215,7 @@ class ParquetWriter(FileWriter):
         self._row_group_size = row_group_size
         types = self._layout.types
         self._schema = pa.schema(
-            [(name, _arrow_type(kind)) for name, kind in types.items()]
+            [(name, arrow_type(kind)) for name, kind in types.items()]
         )
         if classes is not None and types.get("label") == "int64":
             features: dict[str, Any] = {
@@ -250,7 +251,8 @@ class ParquetWriter(FileWriter):
         names = self._schema.names
         samples = [self._layout.unpack(memoryview(record), names) for record in batch]
         columns = {
-            name: [_listed(sample.get(name)) for sample in samples] for name in names
+            name: arrow_column(kind, [sample.get(name) for sample in samples])
+            for name, kind in self._layout.types.items()
         }
         self._writer.write_table(pa.table(columns, schema=self._schema))
 
@@ -265,21 +267,6 @@ class ParquetWriter(FileWriter):
         with contextlib.suppress(pa.ArrowException, OSError):
             self._writer.close()
         self._file.close()
-
-
-def _arrow_type(kind: str) -> Any:
-    """Return Arrow's type of a column, which has the same name except for arrays."""
-    if (array := numpy_type(kind)) is None:
-        return kind
-    dtype, shape = array
-    arrow_type = pa.from_numpy_dtype(dtype.newbyteorder("="))
-    for side in reversed(shape):
-        arrow_type = pa.list_(arrow_type, side)
-    return arrow_type
-
-
-def _listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 _WRITERS: dict[str, type[FileWriter]] = {".lmdb": LMDBWriter, ".parquet": ParquetWriter}

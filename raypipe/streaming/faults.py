@@ -47,13 +47,15 @@ class Work(NamedTuple):
     """Work of an actor.
 
     Attributes:
+        home: its process, for people.
         block: its micro-batches.
-        began_ns: its begin, of `tracer.clock`.
+        began_us: its begin, of `tracer.clock_us`.
         sample: micro-batch and index of the sample that it has announced.
     """
 
+    home: str
     block: tuple[str, ...]
-    began_ns: int
+    began_us: float
     sample: tuple[str, int] | None = None
 
 
@@ -126,11 +128,11 @@ class Faults:
             history.deaths = 0
 
     def block_started(
-        self, actor: str, micro_batches: list[str], began_ns: int
+        self, actor: str, micro_batches: list[str], began_us: float
     ) -> Orders:
         """An actor begins a block of these micro-batches."""
         block = tuple(micro_batches)
-        self._working[actor] = Work(block, began_ns)
+        self._working[actor] = Work(self._homes.get(actor, ""), block, began_us)
         history = self._histories.get(block)
         bad = tuple(sorted(self._bad.get(_split(block[0]), ())))
         if history is None:

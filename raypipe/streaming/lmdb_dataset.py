@@ -134,42 +134,30 @@ class LMDBDatasource(Datasource):
         ]
 
     def _table(self, indices: np.ndarray) -> pa.Table:
-        stored = dict.fromkeys(
-            name for name in self._columns if name in self._store.stored.names
+        needed = [name for name in self._columns if name in self._store.stored.names]
+        if not set(SIZE_COLUMNS).isdisjoint(self._columns):
+            needed.append("image")
+        if "class_name" in self._columns:
+            needed.append("label")
+        read = self._store.read(indices, tuple(dict.fromkeys(needed)))
+        return pa.table(
+            {name: self._column(name, read, indices) for name in self._columns}
         )
-        derived = [name for name in self._columns if name not in stored]
-        needed = dict(stored)
-        if not set(derived).isdisjoint(SIZE_COLUMNS):
-            needed["image"] = None
-        if "class_name" in derived:
-            needed["label"] = None
-        read = self._store.read(indices, tuple(needed))
-        columns: dict[str, Any] = {
-            name: _arrow(read, name) for name in stored if name in needed
-        }
-        if "index" in derived:
-            columns["index"] = indices
-        if "name" in derived:
-            columns["name"] = pa.array(
-                [name_of(self._store, index) for index in indices.tolist()], pa.string()
-            )
-        if "class_name" in derived:
-            columns["class_name"] = pa.array(
-                _names_of(read["label"], self._store.classes or ()), pa.string()
-            )
-        for number, name in enumerate(SIZE_COLUMNS):
-            if name in derived:
-                sizes = [_size_of(image)[number] for image in read["image"]]
-                columns[name] = np.array(sizes, np.int64)
-        return pa.table({name: columns[name] for name in self._columns})
 
-
-def _names_of(labels: Sequence[int | None], classes: Sequence[str]) -> list[str | None]:
-    """Return the class of each label; None if it has none."""
-    return [
-        classes[label] if label is not None and 0 <= label < len(classes) else None
-        for label in labels
-    ]
+    def _column(self, name: str, read: Columns, indices: np.ndarray) -> Any:
+        """Return a column of a block, which is stored or made."""
+        if name in self._store.stored.names:
+            return _arrow(read, name)
+        if name == "index":
+            return indices
+        if name == "name":
+            names = [name_of(self._store, index) for index in indices.tolist()]
+            return pa.array(names, pa.string())
+        if name == "class_name":
+            classes = dict(enumerate(self._store.classes or ()))
+            return pa.array(map(classes.get, read["label"]), pa.string())
+        number = SIZE_COLUMNS.index(name)
+        return np.array([_size_of(image)[number] for image in read["image"]], np.int64)
 
 
 def _blocks(

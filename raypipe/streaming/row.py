@@ -261,8 +261,8 @@ def host_batches(
         while True:
             with traced("split") as arrival:
                 row = next(row_iterator, None)
-                if arrival and row is not None:
-                    arrival.places = _places_of(row)
+                if arrival is not None and row is not None:
+                    arrival += _places_of(row)
             if row is None:
                 return
             yield from batches_of(row, take)

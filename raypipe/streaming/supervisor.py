@@ -25,12 +25,12 @@ import ray
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.tracer import clock, happened
+from raypipe.metrics.tracer import add_slice, clock_us, happened
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
-from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
+from raypipe.rayext.trace_sender import HeldTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import Sizes
 from raypipe.streaming.faults import Faults, Orders, named
@@ -61,7 +61,6 @@ _REMEMBERED = (
     "_validating",
     "_is_validation_told",
     "_events",
-    "_is_traced",
 )
 
 
@@ -148,8 +147,7 @@ class Supervisor:
         # rank → since when it has waited for a batch
         self._waits: dict[int, float] = {}
         self._watch = StreamWatchdog(self.note, self._work_of)
-        self._trace = StreamTrace()
-        self._is_traced = False
+        self._trace = HeldTrace()
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
         if self._memory and self._memory.lived_before:
@@ -161,8 +159,6 @@ class Supervisor:
         if state:
             vars(self).update({name: state[name] for name in _REMEMBERED})
             self._watch.restore(state["watched"])
-            if self._is_traced:
-                self._trace.begin()
         self.note(
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
@@ -196,10 +192,10 @@ class Supervisor:
     def actor_started(self, actor: str, home: str, was_restarted: bool = False) -> bool:
         """An actor has started; returns whether an earlier process of it has died, see `Faults`."""
         work = self._faults.work_of(actor)
-        died = self._watch.process_of(actor)
         event = self._faults.actor_started(actor, home, was_restarted)
-        if work and died:
-            self._trace.add_lost(died, work.began_ns, work.block)
+        if work:
+            track = f"lost work, {work.home}"
+            add_slice("died", work.began_us, clock_us(), work.block, track)
         if event:
             self.note(event, "actor_died")
         self._remember()
@@ -210,7 +206,7 @@ class Supervisor:
     ) -> Orders:
         """An actor begins a block of these micro-batches, in this process."""
         self._watches(actor, process)
-        return self._faults.block_started(actor, micro_batches, clock())
+        return self._faults.block_started(actor, micro_batches, clock_us())
 
     def announce_sample(self, actor: str, position: str, index: int) -> None:
         """A careful actor is about to decode and transform a sample of a micro-batch, or a substitute."""
@@ -265,6 +261,7 @@ class Supervisor:
 
     def rank_waits(self, rank: int, waited_s: float) -> Process | None:
         """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
+        self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
@@ -378,12 +375,7 @@ class Supervisor:
 
     def traced(self, chunk: Chunk) -> TraceAnswer:
         """Take a process's events for the trace."""
-        self._trace.add(chunk)
-        if not self._is_traced:
-            self._is_traced = True
-            self._remember()
-        node = self._process.node if self._process else ""
-        return TraceAnswer(clock(), node, self._trace.goes_on)
+        return self._trace.add(chunk, self._process)
 
     def take_trace(self) -> list[Chunk]:
         """Remove the trace's events so far, for rank 0, which writes them."""

@@ -23,13 +23,13 @@ import ray
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.tracer import traced
+from raypipe.metrics.tracer import begin_recording, traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.rayext.failures import deaths
 from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
-from raypipe.rayext.trace_sender import send_trace
+from raypipe.rayext.trace_sender import TraceSender
 from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
 from raypipe.stores.in_memory import hold
@@ -76,12 +76,13 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log_format, run=spec.run)
+        # First of all: the Supervisor looks after the processes that it knows.
+        self._guard = Guard(supervisor, spec.transform.time_limit_s)
         remove_unused()
         hold(spec.stores.values())
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
-        self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
@@ -97,8 +98,8 @@ class TransformWorker:
             stream_name(supervisor),
             ranks_folder,
         )
-        if spec.traces:
-            send_trace(supervisor, this_process("transform actor"))
+        if spec.traces and begin_recording():
+            TraceSender(supervisor, this_process("transform actor"))
         self._num_blocks = 0
         self._told = set[Split]()  # splits that are remembered, as the Supervisor knows
         self._orders = NO_ORDERS
@@ -240,6 +241,7 @@ class Guard:
         except deaths():
             # the stream ended in the meantime; a traceback would be printed
             ray.actor.exit_actor()
+        supervisor.process_joined.remote(self._actor, self._process)
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
         # A thread that reads ahead reports progress, too, and must not start the clock of a block that has ended.

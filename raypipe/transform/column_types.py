@@ -3,8 +3,7 @@ tell, as in JSON, in results of a function, and in numbers that are written as t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
+from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.nested import column_in
@@ -32,12 +31,8 @@ from raypipe.transform.columns import (
 from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
 
-logger = logging.getLogger(__name__)
-
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
-_NUM_AT_ONCE = 1024  # samples that are read at a time in search of a value
-_JSON = pa.json_()
-_NPY = {"stored": "npy"}  # metadata of a field whose numbers are stored as .npy
+_NUM_SEARCHED = 1024  # samples after them that are read in search of a value
 
 
 @process_kept()
@@ -189,133 +184,124 @@ def types_in(
     Raises:
         ConfigError: the type of a column is not to be told, or is not what its options need.
     """
-    fields = {
-        name: pa.field(name, _as_read(store.schema.field(path[0]).type))
-        for name, path in columns.paths.items()
-        if len(path) == 1
-        and columns.function is None
-        and _tells_type(store.schema.field(path[0]).type, columns.options.get(name))
-    }
-    if len(fields) < len(columns.paths):
-        unknown = {
-            name: path for name, path in columns.paths.items() if name not in fields
-        }
-        schema = schema_of_values(store, replace(columns, paths=unknown), indices)
-        fields |= {field.name: field for field in schema}
-    if missing_names := [name for name in columns.options if name not in fields]:
+    by_schema: dict[str, ColumnType] = {}
+    unknown: dict[str, tuple[str, ...]] = {}
+    for name, path in columns.paths.items():
+        kind = None
+        if len(path) == 1 and columns.function is None:
+            options = columns.options.get(name)
+            kind = type_by_schema(store.schema.field(path[0]).type, options)
+        if kind is None:
+            unknown[name] = path
+        else:
+            by_schema[name] = kind
+    found = dict(by_schema)
+    if unknown:
+        found |= _types_by_values(store, replace(columns, paths=unknown), indices)
+    if missing_names := [name for name in columns.options if name not in found]:
         raise ConfigError(
             f"store.columns has options of {missing_names[0]!r}, and transform.make_columns makes "
-            f"{', '.join(fields)}: make it too, or leave its options out"
+            f"{', '.join(found)}: make it too, or leave its options out"
         )
-    in_order = [*columns.paths, *fields]
     types: dict[str, ColumnType] = {}
-    for name in dict.fromkeys(name for name in in_order if name in fields):
-        where = f"column {name!r} of {store.address}"
-        types[name] = type_of_field(fields[name], columns.options.get(name), where)
-        length = length_name(name)
-        if types[name].is_padded and length in fields:
-            raise ConfigError(
-                f"column {length!r} has the name that the lengths of a padded column have: rename it"
-            )
+    for name in dict.fromkeys([*columns.paths, *found]):
+        if name in found:
+            options = columns.options.get(name)
+            types[name] = as_declared(name, found[name], options, store.address)
+            if types[name].is_padded and length_name(name) in found:
+                raise ConfigError(
+                    f"column {length_name(name)!r} has the name that the lengths of a padded column have: rename "
+                    "it"
+                )
     return types
 
 
-def _as_read(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values as they are read: lists of different lengths hold Python's numbers."""
-    numbers = array_of(kind.value_type) if is_list(kind) else None
-    if numbers is None or array_of(kind) is not None:
-        return kind
-    of_element, shape = numbers
-    if pa.types.is_integer(of_element):
-        return pa.list_(array_type(np.int64, shape))
-    return pa.list_(
-        array_type(np.float64, shape)
-        if pa.types.is_floating(of_element)
-        else kind.value_type
-    )
+def type_by_schema(
+    kind: pa.DataType, options: ColumnOptions | None
+) -> ColumnType | None:
+    """Return the type of a column in a store's schema; None if only values tell it.
 
-
-def _tells_type(kind: pa.DataType, options: ColumnOptions | None) -> bool:
-    """Return whether a type of Arrow tells that of a column: not whether text or bytes hold numbers, nor whether
-    lists of lists have one length."""
-    if pa.types.is_null(kind):
-        return False
-    if array_of(kind) is not None:
-        return True
+    They do of numbers that text and bytes hold, and of lists of lists, which may have one length.
+    """
+    if numbers := array_of(kind):
+        of_number, shape = numbers
+        return ColumnType("array", np.dtype(of_number.to_pandas_dtype()).name, shape)
     if is_list(kind):
-        return not is_list(kind.value_type) or array_of(kind.value_type) is not None
-    return options is None
+        if numbers := array_of(kind.value_type):
+            of_number, shape = numbers
+            return ColumnType("ragged", _dtype_in_lists(of_number), shape)
+        return None if is_list(kind.value_type) else ColumnType("json")
+    if options is not None or pa.types.is_null(kind):
+        return None
+    if is_text(kind):
+        return ColumnType("text")
+    return ColumnType("bytes" if is_bytes(kind) else "json")
 
 
-def schema_of_values(
+def _dtype_in_lists(of_number: pa.DataType) -> str:
+    """Return the dtype of numbers in lists of different lengths, which are read as Python's."""
+    if pa.types.is_integer(of_number):
+        return "int64"
+    return "float64" if pa.types.is_floating(of_number) else "bool"
+
+
+def _types_by_values(
     store: Store, columns: SampleColumns, indices: np.ndarray
-) -> pa.Schema:
-    """Return the schema of a batch's columns, by their values in the first samples.
+) -> dict[str, ColumnType]:
+    """Return the types of a batch's columns, by their values in the first samples.
 
-    A column of whose first values none has a number or text has the type of its first later value that has.
+    A column that has nothing there has the type of its first values in the samples after them.
     """
     maker = ColumnMaker(columns)
     values: dict[str, list[Any]] = {}
-    reasons: list[str] = []
-    unknown: set[str] = set()
-    for number, rows in enumerate(_rows(store, indices)):
-        if number == 2:
-            logger.warning(
-                "%s: the first %d samples have no value in %s, and a value tells its type: the search continues, "
-                "up to sample %d. Numbers and lists that the store's schema describes need none",
-                *(store.address, rows[0], ", ".join(sorted(unknown)), len(store)),
-            )
-        for sample in _samples(store, columns, maker, rows, reasons):
-            for name, value in sample.items():
-                if number == 0 or (name in unknown and not _is_empty(value)):
-                    values.setdefault(name, []).append(value)
-        if not values:
+    for sample in _samples(store, columns, maker, indices):
+        for name, value in sample.items():
+            values.setdefault(name, []).append(value)
+    empty = {name for name, column in values.items() if all(map(_is_empty, column))}
+    num_searched = len(indices)
+    if empty:
+        start = int(indices.max()) + 1
+        later = np.arange(start, min(start + _NUM_SEARCHED, len(store)))
+        num_searched += len(later)
+        for sample in _samples(store, columns, maker, later):
+            for name in empty & sample.keys():
+                values[name].append(sample[name])
+    types: dict[str, ColumnType] = {}
+    for name, column in values.items():
+        where = f"column {name!r} of {store.address}"
+        present = [value for value in column if value is not None]
+        if not present:
             raise ConfigError(
-                f"none of the first {len(rows)} samples has columns; {reasons[-1]}"
+                f"{where} has no value in any of the first {num_searched} samples, which would tell its type: "
+                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema has the "
+                f"type; or write [] for no numbers and declare store.columns={{{name}: {{dtype: float32}}}}"
             )
-        unknown = {
-            name for name, column in values.items() if all(map(_is_empty, column))
-        }
-        if not unknown:
-            break
-    return pa.schema(
-        [
-            field_of_values(
-                name,
-                column,
-                columns.options.get(name),
-                columns.function is not None,
-                f"column {name!r} of {store.address}",
-            )
-            for name, column in values.items()
-        ]
-    )
-
-
-def _rows(store: Store, indices: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the first samples, then those after them, many at a time."""
-    yield indices
-    for first in range(int(indices.max()) + 1, len(store), _NUM_AT_ONCE):
-        yield np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
+        options = columns.options.get(name)
+        is_fixed = columns.function is not None
+        types[name] = type_by_values(name, present, options, is_fixed, where)
+    return types
 
 
 def _samples(
-    store: Store,
-    columns: SampleColumns,
-    maker: ColumnMaker,
-    indices: np.ndarray,
-    reasons: list[str],
-) -> Iterator[dict[str, Any]]:
-    """Yield the columns of samples, unchecked; the reason for one that has none is added to `reasons`."""
+    store: Store, columns: SampleColumns, maker: ColumnMaker, indices: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the columns of samples, unchecked, without bad ones; raise ConfigError if all are bad."""
     read = store.read(indices, columns.stored)
     stored = {name: read[name] for name in columns.stored}
+    samples: list[dict[str, Any]] = []
+    problem = ""
     for row, index in enumerate(indices.tolist()):
         sample = {name: values[row] for name, values in stored.items()}
         try:
-            yield maker.unchecked(sample, (index, 0))
+            samples.append(maker.unchecked(sample, (index, 0)))
         except SampleError as error:
             title = title_of(store.address, index, name_of(store, index))
-            reasons.append(f"{title}: {error}")
+            problem = f"{title}: {error}"
+    if problem and not samples:
+        raise ConfigError(
+            f"none of the {len(indices)} samples that tell types has columns; {problem}"
+        )
+    return samples
 
 
 def _is_empty(value: Any) -> bool:
@@ -344,137 +330,101 @@ def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
     return (column, *fields.split(".")) if fields else (column,)
 
 
-def field_of_values(
+def type_by_values(
     name: str,
     values: Sequence[Any],
     options: ColumnOptions | None,
-    fixed: bool,
+    is_fixed: bool,
     where: str,
-) -> pa.Field:
-    """Return the field of a column, by some of its values.
+) -> ColumnType:
+    """Return the type of a column, by some of its values, at least one, without None.
 
     Args:
-        fixed: arrays have one shape, and are not lists of different lengths.
+        is_fixed: arrays have one shape, and are not lists of different lengths.
         where: name of the column, for errors.
 
     Raises:
-        ConfigError: there are no values, or values of several kinds.
+        ConfigError: there are values of several kinds, or no numbers where they are declared.
     """
-    present = [value for value in values if value is not None]
-    if not present:
-        raise ConfigError(
-            f"{where} has no value in any of the first {len(values)} samples: fix the store"
-        )
     if options is None:
-        for kind, python in ((pa.string(), str), (pa.binary(), bytes)):
-            if all(isinstance(value, python) for value in present):
-                return pa.field(name, kind)
-        if len(set(map(_family, present))) > 1:
-            names = ", ".join(sorted({type(value).__name__ for value in present}))
+        kinds = {_kind_of(value) for value in values}
+        if len(kinds) > 1:
+            names = ", ".join(sorted({type(value).__name__ for value in values}))
             raise ConfigError(
                 f"{where} has values of several types, {names}: fix the store"
             )
-    has_npy = any(map(is_npy, present))
-    if has_npy:  # the first bytes of others are damaged
-        present = [
-            value for value in present if is_npy(value) or not isinstance(value, bytes)
-        ]
-    arrays, problem = _numbers_in(name, present, options)
-    if options is None and problem:
-        return pa.field(name, _JSON)
-    if not arrays:
-        raise ConfigError(f"{where}: {problem}")
-    is_array = fixed and all(isinstance(value, np.ndarray) for value in present)
-    kind = _type_of_arrays(arrays, options, is_array, where)
-    return pa.field(name, kind, metadata=_NPY if has_npy else None)
-
-
-def _numbers_in(
-    name: str, values: Sequence[Any], options: ColumnOptions | None
-) -> tuple[list[np.ndarray], str]:
-    """Return the numbers of values that have such, and why another has none."""
-    arrays = []
+        if kinds == {"text"}:
+            return ColumnType("text")
+        if kinds == {"bytes"}:
+            return ColumnType("bytes")
+    has_npy = any(map(is_npy, values))
+    arrays: list[np.ndarray] = []
     problem = ""
     for value in values:
+        if has_npy and isinstance(value, bytes) and not is_npy(value):
+            continue  # its first bytes are damaged
         try:
             arrays.append(column_numbers(name, value, options))
         except SampleError as error:
             problem = str(error)
-    return arrays, problem
-
-
-def _type_of_arrays(
-    arrays: list[np.ndarray], options: ColumnOptions | None, is_array: bool, where: str
-) -> pa.DataType:
+    if options is None and problem:
+        return ColumnType("json")
+    if not arrays:
+        raise ConfigError(f"{where}: {problem}")
     filled = [array for array in arrays if array.size] or arrays
     dtype = np.result_type(*filled)
     if options and options.dtype:
-        declared = np.dtype(options.dtype)
-        fits = any(rank(array.dtype) <= rank(declared) for array in filled)
-        dtype = declared if fits else filled[0].dtype
-    shapes = {array.shape for array in filled}
+        # damaged values of some columns may be floats
+        dtype = min((array.dtype for array in filled), key=rank)
+    shapes = sorted({array.shape for array in filled})
     if len(set(map(len, shapes))) > 1:
         raise ConfigError(
-            f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store"
+            f"{where} has numbers of several shapes, {shapes}: fix the store"
         )
-    if len(shapes) == 1 and (is_array or () in shapes):
-        return array_type(dtype, shapes.pop())
+    is_array = is_fixed and all(isinstance(value, np.ndarray) for value in values)
+    if shapes == [()] or (is_array and len(shapes) == 1):
+        return ColumnType("array", dtype.name, shapes[0], is_npy=has_npy)
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
-        return _JSON
-    return pa.list_(array_type(dtype, inner.pop()))
+        return ColumnType("json")
+    return ColumnType("ragged", dtype.name, inner.pop(), is_npy=has_npy)
 
 
-def type_of_field(
-    field: pa.Field, options: ColumnOptions | None, where: str
+def as_declared(
+    name: str, kind: ColumnType, options: ColumnOptions | None, where: str
 ) -> ColumnType:
-    """Return the type of a column in batches.
-
-    Args:
-        field: its type in the store.
-        where: name of the column, for errors.
-
-    Raises:
-        ConfigError: its options do not fit.
-    """
-    kind = field.type
-    numbers = array_of(kind)
-    has_list = numbers is None and is_list(kind)
-    if has_list:
-        numbers = array_of(kind.value_type)
-    if numbers is None:
-        if options and options.length:
-            raise _no_length(where, kind)
-        if is_text(kind):
-            return ColumnType("text")
-        return ColumnType("bytes" if is_bytes(kind) else "json")
-    stored, shape = numbers
-    dtype = np.dtype(stored.to_pandas_dtype())
-    if options and options.dtype:
-        declared = np.dtype(options.dtype)
-        if rank(dtype) > rank(declared):
-            raise ConfigError(
-                f"{where} has {dtype}, and store.columns.{field.name}.dtype is {declared}: give another"
-            )
-        dtype = declared
-    npy = field.metadata is not None and b"stored" in field.metadata
-    if options and options.length:
-        if not has_list and not shape:
-            raise _no_length(where, kind)
-        fill = options.fill or 0
-        if not _can_hold(dtype, fill):
-            raise ConfigError(
-                f"store.columns.{field.name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
-            )
-        inner = shape if has_list else shape[1:]
-        is_padded = options.fill is not None
-        length = (options.length, *inner)
-        return ColumnType("array", dtype.name, length, fill, is_padded, is_npy=npy)
-    return ColumnType("ragged" if has_list else "array", dtype.name, shape, is_npy=npy)
-
-
-def _no_length(where: str, kind: pa.DataType) -> ConfigError:
-    return ConfigError(f"{where} is declared with a length, but its values are {kind}")
+    """Return the type that a column of a store has in batches; raise ConfigError if its options do not fit."""
+    if options is None:
+        return kind
+    where = f"column {name!r} of {where}"
+    has_length = kind.kind == "ragged" or bool(kind.shape)
+    if options.length and not has_length:
+        raise ConfigError(
+            f"{where} is declared with a length, but its values are {kind}"
+        )
+    if kind.kind not in ("array", "ragged"):
+        return kind
+    dtype = np.dtype(options.dtype or kind.dtype)
+    if rank(np.dtype(kind.dtype)) > rank(dtype):
+        raise ConfigError(
+            f"{where} has {kind.dtype}, and store.columns.{name}.dtype is {dtype}: give another"
+        )
+    if not options.length:
+        return replace(kind, dtype=dtype.name)
+    fill = options.fill or 0
+    if not _can_hold(dtype, fill):
+        raise ConfigError(
+            f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
+        )
+    inner = (kind.shape or ())[kind.kind == "array" :]
+    return ColumnType(
+        "array",
+        dtype.name,
+        (options.length, *inner),
+        fill,
+        is_padded=options.fill is not None,
+        is_npy=kind.is_npy,
+    )
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
@@ -486,9 +436,11 @@ def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
     return True
 
 
-def _family(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     if isinstance(value, bool | int | float | np.generic):
         return "number"
     if isinstance(value, list | tuple | np.ndarray):
         return "list"
-    return type(value).__name__
+    if isinstance(value, str):
+        return "text"
+    return "bytes" if isinstance(value, bytes) else type(value).__name__

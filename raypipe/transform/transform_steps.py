@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -23,11 +24,8 @@ from raypipe.mistakes import choices
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
 
-# A long policy has a hundred values and is four deep. A YAML of a few lines can stand for billions (aliases of
-# aliases), and for lists that hold themselves.
+# A YAML of a few lines can stand for billions of values (aliases of aliases), and for lists that hold themselves.
 _MAX_CHARACTERS = 1 << 20
-_MAX_VALUES = 10_000
-_MAX_DEPTH = 24
 
 _BASES = {
     "BaseCompose",
@@ -36,7 +34,7 @@ _BASES = {
     "ImageOnlyTransform",
     "Transform3D",
 }
-_OF_OTHERS = {"FromFloat": "floats", "ToTensor3D": "volumes"}
+_OF_OTHERS = {"FromFloat", "ToTensor3D"}
 # A pipeline's own, of a composition; and OneOrOther's second names of its transforms.
 _NOT_OF_STEPS = (
     "first",
@@ -49,13 +47,11 @@ _NOT_OF_STEPS = (
 )
 # They ask for these in the middle of their work, and do not say so before.
 _NEED = {
-    **dict.fromkeys(
-        ("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"),
-        ("bboxes",),
-    ),
-    **dict.fromkeys(
-        ("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"), ("mask",)
-    ),
+    "AtLeastOneBBoxRandomCrop": "bboxes",
+    "BBoxSafeRandomCrop": "bboxes",
+    "RandomSizedBBoxSafeCrop": "bboxes",
+    "ConstrainedCoarseDropout": "mask",
+    "CropNonEmptyMaskIfExists": "mask",
 }
 
 
@@ -90,12 +86,15 @@ def build_steps(steps: Steps) -> Any:
     Raises:
         ConfigError: a name, an argument or a value is wrong; the message names the step and the known choices.
     """
-    _check_plain(steps, "transform")
+    try:
+        _check_plain(steps)
+        built = _built(steps, "transform")
+    except RecursionError as error:
+        raise ConfigError("transform: its steps are nested too deep") from error
     if not steps:
         raise ConfigError(
             "transform is an empty list of steps; the preset 'none' leaves images as they are"
         )
-    built = _built(steps, "transform")
     library = albumentations()
     is_pipeline = len(built) == 1 and type(built[0]) is library.Compose
     return built[0] if is_pipeline else library.Compose(built)
@@ -121,7 +120,7 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
         )
-    kind = _class_of(name, where)
+    kind = _class_of(str(name), where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
     parameters = [
@@ -132,7 +131,7 @@ def _step(step: Any, where: str) -> Any:
     for argument in arguments:
         if argument not in parameters:
             raise ConfigError(
-                f"{where}: unknown argument {argument!r}{choices(argument, parameters)}"
+                f"{where}: unknown argument {argument!r}{choices(str(argument), parameters)}"
             )
     given = dict(arguments)
     if is_composition:  # it hardly checks its arguments
@@ -163,13 +162,11 @@ def _check_chances(arguments: dict[str, Any], where: str) -> None:
 
 def _check_takes_image(transform: Any, name: str, where: str) -> None:
     """Raise ConfigError for a step that needs more than the image, or something else."""
-    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())} - {
-        "image"
-    }
+    needed = {*getattr(transform, "targets_as_params", ()), _NEED.get(name, "image")}
     if "image" not in transform.available_keys:
         needed = {"volume"}
-    if needed:
-        missing = ", ".join(sorted(needed))
+    if needed - {"image"}:
+        missing = ", ".join(sorted(needed - {"image"}))
         raise ConfigError(
             f"{where}: it needs {missing}, but a step gets only the image: leave it out"
         )
@@ -188,7 +185,7 @@ def _class_of(name: str, where: str) -> Any:
     if name == "ToTensorV2":  # the part that needs torch
         classes[name] = importlib.import_module("albumentations.pytorch").ToTensorV2
     if name in _OF_OTHERS:
-        why = f"{name} is for {_OF_OTHERS[name]}, and steps begin with uint8 images: leave it out"
+        why = f"{name} takes no uint8 images: leave it out"
     elif name not in classes:
         why = (
             f"Albumentations has no transform {name!r}{choices(name, sorted(classes))}"
@@ -200,42 +197,23 @@ def _class_of(name: str, where: str) -> Any:
     raise ConfigError(f"{where}: {why}")
 
 
-def _check_plain(content: Any, where: str) -> None:
-    """Raise ConfigError unless a value has only dicts, lists, text and numbers, not too many, not too deep."""
-    todo = [(content, 0)]
-    num_values = 0
+def _check_plain(steps: Steps) -> None:
+    """Raise ConfigError unless steps are lists and dicts of text and numbers, as in JSON, and not too long."""
     num_characters = 0
-    while todo:
-        value, depth = todo.pop()
-        num_values += 1
-        num_characters += len(value) if isinstance(value, str) else 1
-        if (
-            num_values > _MAX_VALUES
-            or num_characters > _MAX_CHARACTERS
-            or depth > _MAX_DEPTH
-        ):
-            limits = (
-                f"{_MAX_VALUES:,} names and values, or {_MAX_CHARACTERS:,} characters"
-            )
-            raise ConfigError(
-                f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep"
-            )
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{where}: must be names, got {_cut([*value])}")
-        if isinstance(inner, list | tuple):
-            todo += [(child, depth + 1) for child in inner]
-        elif not isinstance(value, str | int | float | None):
-            hint = ""
-            if callable(value):
-                hint = (
-                    "; objects go into an albumentations.Compose, or one of torchvision's, and the pipelines of "
-                    "views into a dict, {name: pipeline, …}"
+    try:
+        for text in json.JSONEncoder().iterencode(steps):
+            num_characters += len(text)
+            if num_characters > _MAX_CHARACTERS:
+                raise ConfigError(
+                    f"transform: its steps have more than {_MAX_CHARACTERS:,} characters"
                 )
-            kind = type(value).__name__
-            raise ConfigError(
-                f"{where}: {_cut(value)} is a {kind}, which is not a valid argument{hint}"
-            )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"transform: {error}. Steps are lists, text and numbers; objects go into an albumentations.Compose, "
+            "or one of torchvision's, and the pipelines of views into a dict, {name: pipeline, …}"
+        ) from error
 
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.destination import new_path, write_atomically
+from raypipe.stores.destination import new_path
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode.rgb import decode
 
@@ -183,11 +183,6 @@ class TestConvert:
             MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1
         )
         assert contents(open_store(tmp_path / f"copy{suffix}")) == {"image": IMAGES[:3]}
-
-    def test_no_shard_is_empty_however_many_are_asked_for(self, tmp_path: Path) -> None:
-        convert(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", shards=7)
-        assert len(names(tmp_path / "copy.lmdb")) == 3
-        assert contents(open_store(tmp_path / "copy.lmdb"))["image"] == IMAGES[:3]
 
     def test_a_relative_destination_is_of_the_drivers_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -364,14 +359,6 @@ class TestConvert:
             for image in contents(open_store(dst))["image"]
         )
 
-    def test_a_failed_overwrite_leaves_the_old_store(self, tmp_path: Path) -> None:
-        dst = tmp_path / "copy.lmdb"
-        convert(MemoryStore(IMAGES[:5], LABELS[:5]), dst)
-        with pytest.raises(SampleError):
-            convert(MemoryStore([b""], [0]), dst, overwrite=True)
-        assert contents(open_store(dst))["image"] == IMAGES[:5]
-        assert names(tmp_path) == [dst.name]
-
     @pytest.mark.parametrize(
         ("dst", "options", "error", "message"),
         [
@@ -530,26 +517,6 @@ class TestConvert:
 # A path that becomes the destination, without Ray
 
 
-def test_a_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
-    dst = tmp_path / "train.lmdb"
-    with new_path(dst, overwrite=False) as partial:
-        partial.write_text("first")
-        for overwrite in (False, True):
-            with (
-                pytest.raises(
-                    StoreError, match=r"another process is writing .*train\.lmdb"
-                ),
-                new_path(dst, overwrite),
-            ):
-                pytest.fail("two writers")
-        # Another format beside it is another destination.
-        with new_path(tmp_path / "train.parquet", overwrite=False) as other:
-            other.write_text("other")
-        assert partial.exists()
-    assert dst.read_text() == "first"
-    assert names(tmp_path) == ["train.lmdb", "train.parquet"]
-
-
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     dst = tmp_path / "a[1].lmdb"
     dst.touch()
@@ -584,42 +551,12 @@ def test_a_store_comes_back_if_its_writer_was_killed_between_renames(
     ]
 
 
-@pytest.mark.parametrize("error", [StoreError, KeyboardInterrupt])
-@pytest.mark.parametrize("is_dir", [False, True])
-def test_an_error_leaves_the_old_and_removes_the_new(
-    error: type[BaseException], is_dir: bool, tmp_path: Path
-) -> None:
-    dst = tmp_path / "train.lmdb"
-    dst.write_text("old")
-    with pytest.raises(error), new_path(dst, overwrite=True) as partial:
-        if is_dir:
-            partial.mkdir()
-            (partial / "00000.lmdb").touch()
-        else:
-            partial.touch()
-        raise error("x")
-    assert names(tmp_path) == ["train.lmdb"]
-    assert dst.read_text() == "old"
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with (
         pytest.raises(StoreError, match="cannot be written to"),
         new_path(Path("/proc/train.lmdb"), False),
     ):
         pytest.fail("written")
-
-
-def test_write_atomically_makes_the_folder_and_keeps_what_is_there(
-    tmp_path: Path,
-) -> None:
-    dst = tmp_path / "new" / "train.lmdb"
-    write_atomically(str(dst), [{"image": b"a", "label": 1}], ("x", "y"))
-    with pytest.raises(StoreError, match="exists"):
-        write_atomically(str(dst), [{"image": b"b", "label": 0}], None)
-    assert contents(open_store(dst)) == {"image": [b"a"], "label": [1]}
-    assert open_store(dst).classes == ("x", "y")
-    assert names(dst.parent) == ["train.lmdb"]
 
 
 # The command in a process of its own, ended on its way

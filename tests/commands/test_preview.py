@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +13,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import CLASSES, picture
-from PIL import Image
-from process_state import undisturbed
 
 from raypipe.commands.cli import main
-from raypipe.commands.picture import Tile, draw_grid
 from raypipe.commands.preview import preview
 from raypipe.commands.preview_tiles import Preview, find_draws
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
@@ -152,18 +148,6 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     assert num_mixed
 
 
-def test_without_mixing_what_is_fed_is_a_flip_or_none() -> None:
-    shown = made(memory())
-    for _, transformed, fed in shown.tiles(first_of(shown), [0])[0]:
-        assert fed.lines[0] == "not mixed"
-        # normalised and back, to the same bytes
-        assert transformed.image is not None
-        assert any(
-            np.array_equal(fed.image, way)
-            for way in (transformed.image, transformed.image[:, ::-1])
-        )
-
-
 @pytest.mark.parametrize(
     ("alphas", "kind"), [((0.4, 0.0), "MixUp"), ((0.0, 1.0), "CutMix")]
 )
@@ -249,34 +233,6 @@ def run(store: MemoryStore, output: Path, **changes: Any) -> dict[str, Any]:
         str(output),
         **settings,
     )
-
-
-def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
-    files = [tmp_path / f"{i}.png" for i in range(3)]
-    augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0)
-    run(memory(), files[0], augment=augment)
-    torch.manual_seed(99)
-    np.random.seed(99)
-    run(memory(), files[1], augment=augment)
-    run(
-        memory(),
-        files[2],
-        augment=augment,
-        plan=PlanConfig(epochs=2, micro_batch_size=B, seed=1),
-    )
-    assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
-    assert Image.open(io.BytesIO(files[0].read_bytes())).format == "PNG"
-
-
-def test_the_process_that_draws_a_picture_is_left_as_it_was(tmp_path: Path) -> None:
-    transform = replace(TRANSFORM, train="tv-light")
-    with undisturbed():
-        run(
-            memory(),
-            tmp_path / "a.png",
-            transform=transform,
-            augment=replace(FLIP, mixup_alpha=0.4),
-        )
 
 
 @pytest.mark.parametrize(
@@ -398,24 +354,6 @@ def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 2
 
 
-def test_the_command_takes_steps(stores: dict[str, Path], tmp_path: Path) -> None:
-    steps = "[{RandomResizedCrop: {size: [24, 24]}}, {HorizontalFlip: {p: 0.5}}]"
-    pictures = []
-    for name in ("light", steps):
-        args = [
-            "--show-epochs=1",
-            "--samples=2",
-            "--transform.size=24",
-            f"--transform.train={name}",
-        ]
-        main(["preview", str(stores["train"]), *args, f"--output={tmp_path / 'a.png'}"])
-        pictures.append(np.asarray(Image.open(tmp_path / "a.png")))
-    # Below the note, which names the transform, in one line or two.
-    rows = min(map(len, pictures)) - 120
-    assert rows > 120
-    assert np.array_equal(pictures[0][-rows:], pictures[1][-rows:])
-
-
 @pytest.mark.parametrize(
     "option",
     [
@@ -439,29 +377,6 @@ def test_an_error_of_the_command_is_one_line(
     assert error.startswith("error: ") and error.count("\n") == 1 + error.count(
         "\n  tip: "
     )
-
-
-def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[str] = []
-    tiles: list[list[list[Tile]]] = []
-
-    def drawn(rows: list[list[Tile]], title: str, *others: Any) -> Any:
-        notes.append(title)
-        tiles.append(rows)
-        return draw_grid(rows, title, *others)
-
-    monkeypatch.setattr("raypipe.commands.preview.draw_grid", drawn)
-    run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
-    run(memory(), tmp_path / "a.png", epochs=1)
-    assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith(
-        "on the device: light"
-    )
-    for _, transformed, fed in tiles[0]:
-        assert fed.lines[0] == "not mixed" and np.array_equal(
-            transformed.image, fed.image
-        )
 
 
 # Columns and targets that are no classes
@@ -532,17 +447,3 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
         name, crop = ("global", number) if number < 2 else ("local", number - 2)
         assert np.array_equal(tile.image, shown._shown(fed[name][:, crop])[place])
     assert [len(row) for row in rows] == [1 + 2 * 5] * 4
-
-
-def test_a_picture_of_views_has_no_mixing(tmp_path: Path) -> None:
-    transform = replace(TRANSFORM, train=VIEWS)
-    run(memory(), tmp_path / "a.png", augment=AugmentConfig(), transform=transform)
-    width, _ = Image.open(tmp_path / "a.png").size
-    assert width == 2 * 24 + 11 * 168 - 8
-    with pytest.raises(ConfigError, match="mixes images, and no views"):
-        run(
-            memory(),
-            tmp_path / "a.png",
-            transform=transform,
-            augment=replace(FLIP, mixup_alpha=0.4),
-        )

@@ -12,14 +12,13 @@ from raypipe.commands.trace import trace
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.launch.run_folder import CONFIG_HEAD
-from raypipe.metrics.chrome_trace import Chunk, chrome_trace, to_json
-from raypipe.metrics.tracer import Event, TracedProcess
+from raypipe.metrics.chrome_trace import Chunk, to_json
 
 
 def test_a_run_that_was_traced_has_its_trace_copied(tmp_path: Path) -> None:
-    process = TracedProcess("trainer 0", 1, "", "host")
-    event = Event("slice", "compute", "main", 0, 2_000_000_000, ("train-e0000",))
-    text = to_json(chrome_trace([Chunk(process, 0, [event])], {}))
+    event = {"name": "compute", "ph": "X", "ts": 0.0, "dur": 2e6, "tid": "main"}
+    args = {"micro_batches": ["train-e0000"]}
+    text = to_json([Chunk("trainer 0", json.dumps([event | {"args": args}]))], {})
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(CONFIG_HEAD)

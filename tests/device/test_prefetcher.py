@@ -13,7 +13,6 @@ from micro_batches import with_fields
 from patience import until
 
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
 
@@ -133,22 +132,6 @@ def test_no_batches(ring: bool | None) -> None:
     assert list(on_cpu([], ring=ring)) == []
 
 
-def test_the_ring_copies_into_the_same_slots_and_marks_each_transfer() -> None:
-    given, marks = [host_batch(step) for step in range(20)], []
-    pointers = set()
-    prefetcher = on_cpu(
-        given,
-        ring=True,
-        depth=3,
-        on_copied=lambda start, end: marks.append((start, end)),
-    )
-    for batch, host in zip(prefetcher, given, strict=True):
-        assert batch.image.data_ptr() != host["image"].ctypes.data
-        pointers.add(batch.image.data_ptr())
-    assert len(pointers) == 4
-    assert len(marks) == 20 and all(start <= end for start, end in marks)
-
-
 class Block(np.ndarray):
     """Memory of Ray's object store: no more than the views of it keep it."""
 
@@ -195,16 +178,3 @@ def test_without_a_ring_there_is_no_thread_and_nothing_to_mark() -> None:
 
     for _ in on_cpu([host_batch(0), host_batch(1)], on_copied=never):
         assert not ring_threads()
-
-
-def test_closing_early_ends_the_thread() -> None:
-    batches = iter(on_cpu([host_batch(step) for step in range(20)], ring=True))
-    next(batches)
-    assert ring_threads()
-    batches.close()  # type: ignore[attr-defined]
-    assert not ring_threads()
-
-
-def test_a_wrong_depth_is_refused_on_every_device() -> None:
-    with pytest.raises(ConfigError, match="depth is 0"):
-        on_cpu([], depth=0)

@@ -40,41 +40,6 @@ def num_threads() -> int:
     return sum(thread.name == "raypipe-ring" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("pace", ["fast consumer", "slow consumer", "slow source"])
-def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(
-    depth: int, pace: str
-) -> None:
-    def source() -> Iterator[Arrays]:
-        for number in range(30):
-            time.sleep(0.002 * (pace == "slow source"))
-            yield arrays(number)
-
-    num = 0
-    for number, (item, tensors) in enumerate(ring_of(source(), depth)):
-        assert_same(tensors, arrays(number))
-        assert_same(tensors, item)
-        time.sleep(0.002 * (pace == "slow consumer"))
-        assert_same(tensors, arrays(number))
-        num += 1
-    assert num == 30
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("keep", [1, 3])
-def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(
-    depth: int, keep: int
-) -> None:
-    held: list[tuple[torch.Tensor, ...]] = []
-    for number, (_, tensors) in enumerate(
-        ring_of(map(arrays, range(20)), depth, keep=keep)
-    ):
-        held = [*held, tensors][-keep - 1 :]
-        time.sleep(0.002)  # the source goes on as far as it can
-        for before, kept in enumerate(reversed(held)):
-            assert_same(kept, arrays(number - before))
-
-
 def test_debugging_overwrites_what_is_kept_beyond_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,36 +79,6 @@ def test_a_source_far_ahead_fills_depth_slots_and_holds_one_item(depth: int) -> 
         time.sleep(0.005)  # time in which it could do wrong
         assert len(drawn) == expected
         assert_same(tensors, arrays(number))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
-    found = [
-        tuple(t.data_ptr() for t in tensors)
-        for _, tensors in ring_of(map(arrays, range(40)), depth)
-    ]
-    assert len(set(found)) == depth + 1
-    assert found == (found[: depth + 1] * 40)[:40]
-
-
-def test_items_of_all_shapes_share_slots_that_grow_for_the_largest() -> None:
-    sizes = [4, 4, 2, 4, 3, 2, 4, 4, 2, 1] * 3
-    pointers = set()
-    for number, (_, tensors) in enumerate(
-        ring_of(arrays(n, size) for n, size in enumerate(sizes))
-    ):
-        assert_same(tensors, arrays(number, sizes[number]))
-        pointers.add(tensors[0].data_ptr())
-    assert len(pointers) == 3
-    found = []
-    for number, (_, tensors) in enumerate(
-        ring_of(arrays(n, 1 + n // 10) for n in range(40))
-    ):
-        assert_same(tensors, arrays(number, 1 + number // 10))
-        found.append(tensors[0].untyped_storage().data_ptr())
-        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-    # 360 bytes and 32, each from a multiple of 512
-    assert len(set(found[-10:])) == 3 and sizes == [1024] * 2
 
 
 def test_what_is_written_to_one_tensor_changes_no_other_for_autograd() -> None:

@@ -293,15 +293,22 @@ def torch_distributed() -> Any:
 class Trainers:
     """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch.
 
-    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each. A
-    restart after a notice does not count as a failure.
+    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each; or where a
+    local run has its own. A restart after a notice does not count as a failure.
     """
 
     fewest: int = 2
     most: int = 2
     consume_s: float = CONSUME_S
     on_nodes: bool = False
+    is_local: bool = False
     max_failures: int = 4
+
+    @property
+    def resources(self) -> dict[str, float]:
+        if self.is_local:
+            return {"CPU": 0.01}
+        return {"CPU": 0, "trainer" if self.on_nodes else "head": 1}
 
 
 def train(
@@ -327,10 +334,7 @@ def train(
                 num_workers=(trainers.fewest, trainers.most)
                 if elastic
                 else trainers.most,
-                resources_per_worker={
-                    "CPU": 0,
-                    "trainer" if trainers.on_nodes else "head": 1,
-                },
+                resources_per_worker=trainers.resources,
                 placement_strategy="SPREAD" if trainers.on_nodes else "PACK",
                 elastic_resize_monitor_interval_s=3.0,
             ),
@@ -535,7 +539,9 @@ def run(
             kept = leave(spec) if kind == "left streams" else []
             needs_trainers = kind.removeprefix("frozen ") in ("coordinator", "trainer")
             if needs_trainers or trainers:
-                rows, longest, *_ = train(spec, damage, after, trainers or Trainers())
+                rows, longest, *_ = train(
+                    spec, damage, after, trainers or Trainers(is_local=local)
+                )
             elif kind == "elastic":
                 few_or_many = Trainers(1, 4, consume_s=0.3, on_nodes=True)
                 rows, longest, sizes, *_ = train(spec, damage, after // 4, few_or_many)
@@ -648,7 +654,7 @@ def main() -> None:
         args.stores.split(","),
         args.max_actors,
         lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
-        Trainers(args.trainers, args.trainers, args.consume_s)
+        Trainers(args.trainers, args.trainers, args.consume_s, is_local=args.local)
         if args.trainers
         else None,
         args.local,

@@ -30,30 +30,38 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
+from raypipe.rayext.cluster import connect
+
+OBJECT_STORE_BYTES = 100 << 20
+
 
 class Nodes:
-    """A head without CPUs for actors, where the consumer is, and two CPU nodes; or all of it on one node."""
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes; or a local run's node."""
 
     def __init__(self, local: bool = False) -> None:
+        self._num_nodes = 0 if local else 2
+        self.nodes: list[Any] = []
+        self._frozen: list[Any] = []
+        self._draining: list[Any] = []
+        if local:
+            connect(num_cpus=4, object_store_bytes=OBJECT_STORE_BYTES)
+            return
         self.cluster = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 4 if local else 0,
+                "num_cpus": 0,
                 "include_dashboard": False,
                 "dashboard_agent_listen_port": 0,  # else each Ray of this machine tries for 3 s to have the same
-                "object_store_memory": 100 << 20,
+                "object_store_memory": OBJECT_STORE_BYTES,
                 "resources": {"head": 100},
             },
         )
-        self._num_nodes = 0 if local else 2
-        self.nodes = [self._add() for _ in range(self._num_nodes)]
-        self._frozen: list[Any] = []
-        self._draining: list[Any] = []
+        self.nodes += [self._add() for _ in range(self._num_nodes)]
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
         return self.cluster.add_node(
-            num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2}
+            num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, resources={"trainer": 2}
         )
 
     def lose(self, choose: random.Random) -> None:
@@ -106,7 +114,8 @@ class Nodes:
 
     def close(self) -> None:
         ray.shutdown()
-        self.cluster.shutdown()
+        if self._num_nodes:
+            self.cluster.shutdown()
 
 
 def _raylet(node: Any) -> psutil.Process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.saving.stateful import loaded, saved, states_of
 from raypipe.train.learning import Learner
-from raypipe.train.models import build_optimizer, small_model
+from raypipe.train.models import build_optimizer
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
@@ -228,28 +227,6 @@ def test_two_ranks_learn_what_one_does(
     assert_same_update(before, alone, first, to=0.02)
 
 
-def meets_itself(rank: int, folder: str) -> None:
-    """Runs in a process for each rank."""
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/ranks", rank=rank, world_size=2
-    )
-    try:
-        dist.all_reduce(torch.ones(3, device=CUDA))
-        torch.cuda.synchronize()
-    except dist.DistBackendError as error:
-        Path(folder, str(rank)).write_text(str(error))
-    os._exit(0)  # NCCL may wait for the other rank as it is torn down
-
-
-def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
-    """Therefore gloo, above; see benchmarks/results/gpu.md. Should it ever accept them, the page changes."""
-    torch.multiprocessing.spawn(meets_itself, (str(tmp_path),), nprocs=2)
-    assert any(
-        "Duplicate GPU" in (tmp_path / str(rank)).read_text() for rank in range(2)
-    )
-
-
 # Between kinds of device
 
 
@@ -281,25 +258,6 @@ def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(
 
 
 # Half precision and the optimizers' kernels
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_fused_optimizer_does_what_the_plain_one_does(optimizer: Any) -> None:
-    config, models = TrainConfig(optimizer=optimizer, lr=0.01, weight_decay=0.1), []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        model = small_model(5).to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        by = build_optimizer(model, config, fused=fused)
-        for step in range(5):
-            for number, parameter in enumerate(model.parameters()):
-                drawn = torch.Generator(CUDA).manual_seed(100 * step + number)
-                parameter.grad = torch.empty_like(parameter).copy_(
-                    torch.randn(parameter.shape, generator=drawn, device=CUDA)
-                )
-            by.step()
-        models.append(model)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -139,24 +139,6 @@ def test_a_state_in_the_midst_of_a_step_is_refused(
         Loop(loader(spec_of(4, False)), tmp_path / "state", every=every).run()
 
 
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize(("per_step", "limit"), [(1, 3), (4, 8), (4, 6)])
-def test_an_epoch_that_is_left_early_is_over_for_a_resume(
-    per_step: int, limit: int, validates: bool, spec_of: Specs, tmp_path: Path
-) -> None:
-    spec, folder = spec_of(per_step, validates), tmp_path / "state"
-    ways = {"limit": limit, "validates": validates, "after_epoch": True}
-    whole = Loop(loader(spec), tmp_path / "whole", **ways).run()
-    Loop(loader(spec), folder, dies_at=1_000, **ways).run()
-    resumed = Loop(loader(spec), folder, **ways).run()
-    assert resumed.seen == whole.seen[limit:] and {
-        epoch for epoch, *_ in resumed.seen
-    } == {1}
-    assert 2 * resumed.num_val == whole.num_val
-    if limit % per_step == 0:
-        assert torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1), (2, 4), (4, 1)])
 def test_a_state_resumes_in_step_on_another_number_of_ranks(
     saved: int, resumed: int, spec_of: Specs, tmp_path: Path

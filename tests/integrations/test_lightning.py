@@ -15,8 +15,6 @@ import ranks
 import torch
 from lightning.pytorch.callbacks import (
     Checkpoint,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
 )
 from torch.nn.functional import cross_entropy
 
@@ -182,44 +180,6 @@ def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
         trained == [at for at in whole.seen if at.split == "train"][48 - len(trained) :]
     )
     assert len(trained) % 4 == 0
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Checkpoint directory",
-    "ignore:.*was called without a model",
-    "ignore:.*no last",
-)
-@pytest.mark.parametrize(
-    ("saves", "per_step"),
-    [
-        ({"every_n_train_steps": 2, "save_top_k": -1}, 4),
-        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 1),
-        ({"save_last": True, "every_n_train_steps": 3}, 4),
-        ({"save_top_k": 1}, 1),  # at a validation's end
-        ("an exception", 4),
-    ],
-)
-def test_each_trigger_of_checkpoints_resumes_with_equal_weights(
-    saves: Any, per_step: int, spec_of: Callable[..., StreamSpec], tmp_path: Path
-) -> None:
-    spec, flags = (
-        spec_of(per_step),
-        {"limit_train_batches": 5 * per_step, "limit_val_batches": 1},
-    )
-    whole = fit(loader(spec), **flags)
-
-    def writer() -> Checkpoint:
-        return (
-            OnExceptionCheckpoint(tmp_path)
-            if saves == "an exception"
-            else ModelCheckpoint(tmp_path, **saves)
-        )
-
-    dies = At("on_train_batch_end", 9 * per_step - per_step // 2)
-    fit(loader(spec), callbacks=[dies, writer()], **flags)
-    newest = max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    resumed = fit(loader(spec), newest, callbacks=[writer()], **flags)
-    assert equal(resumed, whole) and 0 < resumed.num("train") < whole.num("train")
 
 
 @pytest.mark.parametrize(

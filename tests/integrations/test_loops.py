@@ -378,28 +378,6 @@ def test_a_trainer_evaluates_and_predicts_after_the_training(
     assert of_own["eval_loss"] == pytest.approx(float(sum(losses)) / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "saves", [{"save_strategy": "epoch"}, {"save_strategy": "steps", "save_steps": 5}]
-)
-def test_each_checkpoint_of_a_trainer_resumes_with_equal_weights(
-    saves: dict[str, Any], stores: dict[str, Path], tmp_path: Path
-) -> None:
-    whole = trainer_of(
-        ranks.Net(), stores["train"], tmp_path / "whole", seed=3, **saves
-    )
-    whole.train()
-    checkpoints = sorted((tmp_path / "whole").glob("checkpoint-*"))
-    assert len(checkpoints) >= 2
-    for checkpoint in checkpoints:
-        resumed = trainer_of(
-            ranks.Net(), stores["train"], tmp_path / "resumed", seed=3, **saves
-        )
-        resumed.train(str(checkpoint))
-        assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight), (
-            checkpoint
-        )
-
-
 def vit(num_layers: int) -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -9,7 +9,6 @@ What needs it is skipped where it is not built, and says so.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import os
@@ -27,11 +26,9 @@ import simplejpeg
 from fuzz_kernel import fuzz
 from PIL import Image
 
-from raypipe.errors import SampleError
 from raypipe.kernel import native, why_no_kernel
 from raypipe.transform.decode import jpeg
 from raypipe.transform.decode.jpeg import decode_box, missing_extension
-from raypipe.transform.decode.rgb import decode
 
 SANITIZE = Path(__file__).parents[2] / ".ci" / "sanitize"
 
@@ -133,77 +130,9 @@ def test_samples_out_of_range_are_those_of_simplejpeg(
 
 
 @needs_extension
-@pytest.mark.parametrize("seed", range(4))
-def test_a_block_without_an_end_and_a_run_that_leaves_one(
-    seed: int, monkeypatch: pytest.MonkeyPatch, simd: None
-) -> None:
-    """Codes of the standard's first AC table: a run of 0 and a value of 1 bit is 00, 3 is 111010, 16 zeros are
-    11111111001, the end is 1010. A DC difference of 0 is 00. All stand where two of them are looked up at once.
-    """
-    monkeypatch.setattr(
-        jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
-    )
-    rng, num_blocks = np.random.default_rng(seed), 600
-    bits = []
-    for _ in range(num_blocks):
-        num = int(rng.integers(56, 64))
-        bits += ["00", *(f"00{bit}" for bit in rng.integers(0, 2, num))]
-        if num < 63:
-            bits.append(str(rng.choice(["1010", "1110100", "1110101", "11111111001"])))
-            if bits[-1][:3] == "111" and num < 60:
-                bits[-1] = "1010"  # the run would stay inside
-    stream = "".join(bits)
-    stream += "1" * (-len(stream) % 8)
-    codes = (
-        int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\x00")
-    )
-    plain = encode(np.zeros((8, 8 * num_blocks, 3), np.uint8), "L")
-    scan = plain.index(b"\xff\xda") + 10
-    assert_pixels_of_simplejpeg(plain[:scan] + codes + b"\xff\xd9")
-
-
-@needs_extension
 def test_it_accepts_only_the_damaged_bytes_that_simplejpeg_does() -> None:
     accepted, refused, wrong = fuzz(0, 4000)
     assert not wrong and accepted > 100 and refused > 1000
-
-
-@needs_extension
-def test_another_revision_of_jfif_is_refused_as_by_simplejpeg(simd: None) -> None:
-    from _raypipe_kernel import decode_crop
-
-    data = bytearray(encode(smooth(40, 50)))
-    out = np.zeros((40, 50 + 39, 3), np.uint8)
-    assert data[6:11] == b"JFIF\0"
-    for revision in (1, 0, 2):
-        data[11] = revision
-        for decoded in (
-            lambda: decode_crop(bytes(data), 0, 0, 50, 40, True, out, 50 + 39),
-            lambda: simplejpeg.decode_jpeg(bytes(data), "RGB"),
-        ):
-            if revision == 1:
-                decoded()
-            else:
-                with pytest.raises(ValueError, match="unknown JFIF revision"):
-                    decoded()
-
-
-@needs_extension
-@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
-def test_no_sampling_factors_in_a_header_end_the_process(
-    subsampling: str, simd: None
-) -> None:
-    from _raypipe_kernel import decode_crop
-
-    image, out = (
-        encode(noise(40, 52), subsampling=subsampling),
-        np.zeros((40, 52 + 39, 3), np.uint8),
-    )
-    factors = image.index(b"\xff\xc0") + 11
-    for value in range(256):
-        data = image[:factors] + bytes([value]) + image[factors + 1 :]
-        with contextlib.suppress(ValueError):
-            decode_crop(data, 0, 0, 52, 40, True, out, 52 + 39)
 
 
 @pytest.mark.soak
@@ -222,29 +151,6 @@ def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 4, done.stderr[
         -3000:
     ]
-
-
-@needs_extension
-def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = encode(smooth(50, 60), quality=90)
-    pixels = decode(data)
-    damaged = data[: len(data) // 2]
-    monkeypatch.setattr(
-        "raypipe.transform.decode.jpeg.decode_jpeg_at",
-        lambda *a: pytest.fail("decoded by simplejpeg"),
-    )
-    assert (
-        np.array_equal(decode(data), pixels)
-        and pixels.flags.writeable
-        and pixels.flags.c_contiguous
-    )
-    monkeypatch.undo()
-    with pytest.raises(SampleError, match="truncated JPEG"):
-        decode(damaged)
-    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
-    assert np.array_equal(decode(data), pixels)
 
 
 @needs_extension

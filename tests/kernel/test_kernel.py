@@ -280,61 +280,6 @@ def test_jpegs_have_the_pixels_of_the_usual_decoder_by_crop_and_whole() -> None:
     assert one(data, [(CROP, [0, 0, 62, 1])], (62, 1)) == kernel.BAD_PARAMS
 
 
-def test_several_jobs_share_one_decode_and_threads_change_nothing() -> None:
-    rng = np.random.default_rng(0)
-    images = [encode(noise(rng, 40, 50)) for _ in range(30)]
-    images[3], images[7] = images[3][:200], None  # type: ignore[call-overload]
-    boxes = [[int(n) for n in (*rng.integers(0, 20, 2), 20, 30)] for _ in images]
-    results = []
-    for threads in (1, 2, 5, 64):
-        outs = [
-            np.zeros((30, 16, 16, 3), np.uint8),
-            np.zeros((30, 20, 30, 3), np.uint8),
-        ]
-        jobs = [
-            job(outs[0], *([(CROP, box), (RESIZE, [16, 16, LINEAR])] for box in boxes)),
-            job(
-                outs[1],
-                *([(CROP, box), (DROPOUT, [1, 2, 3, 1, 0, 0, 5, 5])] for box in boxes),
-            ),
-        ]
-        statuses = kernel.run(images, jobs, threads)
-        expected = [2 if row == 3 else 1 if row == 7 else 0 for row in range(30)]
-        assert statuses.tolist() == expected
-        for out in outs:
-            out[statuses > 0] = 0
-        results.append(b"".join(out.tobytes() for out in outs))
-        whole = decode(images[0])
-        assert np.array_equal(
-            outs[0][0], cv2.resize(reference.crop(whole, boxes[0]), (16, 16))
-        )
-        alone = np.zeros((30, 16, 16, 3), np.uint8)
-        kernel.run(images, [jobs[0]._replace(out=alone)], threads)
-        assert np.array_equal(alone[statuses == 0], outs[0][statuses == 0])
-    assert len(set(results)) == 1
-
-
-@pytest.mark.parametrize("size", [(3, 120), (29, 9), (30, 40), (31, 5), (61, 4)])
-@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC])
-def test_rows_that_a_reduction_leaves_out_are_made_for_all_who_read_them(
-    size: tuple[int, int], interpolation: int
-) -> None:
-    """Whole and of a crop, alone and beside a job that reads all rows; images before it have left their pixels."""
-    rng = np.random.default_rng(0)
-    before, data = (encode(noise(rng, 61, 83), quality=90) for _ in range(2))
-    whole, box, to = decode(data), [1, 9, 60, 31], [*size, interpolation]
-    for first, image in (([], whole), ([(CROP, box)], reference.crop(whole, box))):
-        expected = OPERATIONS[RESIZE](image, to)
-        one(before, [], (61, 83))
-        assert np.array_equal(one(data, [*first, (RESIZE, to)], size), expected)
-        outs = np.zeros((1, *size, 3), np.uint8), np.zeros((1, *image.shape), np.uint8)
-        one(before, [], (61, 83))
-        kernel.run([data], [job(outs[0], [*first, (RESIZE, to)]), job(outs[1], first)])
-        assert np.array_equal(outs[0][0], expected) and np.array_equal(
-            outs[1][0], image
-        )
-
-
 def test_an_image_without_tables_does_not_use_those_of_the_one_before() -> None:
     rng = np.random.default_rng(0)
     good, other = (

@@ -89,12 +89,6 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
     _raypipe_kernel.set_simd(2)
 
 
-MALLINFO = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
 class Worker:
     """Work of an actor, over and over: a crop and a resize of each file, a box of one, and a seekable one."""
 
@@ -166,21 +160,3 @@ def test_no_kind_of_image_leaves_memory_behind(kind: str, level: int) -> None:
     # Libjpeg's lasting memory has up to 16 KiB, and other parts of the process may take some once.
     assert min(second, second - first) < 48 << 10, (first, second)
     assert worker.is_done == (kind not in ("arithmetic", "broken", "refused"))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_of_100000_images_costs_what_the_first_did(
-    kind: str, level: int
-) -> None:
-    worker = Worker(KINDS[kind])
-    worker.work(1000)
-    before = psutil.Process().memory_info().rss
-    tenths = np.array_split(np.array(worker.work(100_000)), 10)
-    growth = psutil.Process().memory_info().rss - before
-    typical = [float(np.median(tenth)) / BATCH * 1e6 for tenth in tenths]
-    print(
-        f"{kind}, level {level}: µs of CPU an image, by tenths: {np.round(typical, 1)}, RSS +{growth >> 10} KiB"
-    )
-    # those refused by their header take 0.5 µs
-    assert typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20

@@ -249,40 +249,6 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_resume_that_is_refused_changes_nothing(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    run = dataclasses.replace(
-        RUN,
-        store=StoreConfig(str(stores["train"]), str(stores["val"])),
-        storage_path=str(tmp_path),
-        resume="",
-    )
-    uri = (tmp_path / "mine").as_uri()
-    store_config(run, uri)
-    plan = spec_of(run, uri).plan
-    before = ""
-    for step in (1, 2):
-        before = write_checkpoint(
-            uri, Cursor(0, step, plan.fingerprint), b"state", {}, before
-        )
-    newest = sorted((tmp_path / "mine").glob("checkpoint_*"))[-1]
-    (newest / "state.pt").write_bytes(b"")
-    (tmp_path / "mine" / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
-    (tmp_path / "mine" / "stop").touch()
-    found = tree(tmp_path)
-    resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
-    with pytest.raises(CursorError, match="made under plan"):
-        launch(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
-    assert tree(tmp_path) == found
-    for path in (tmp_path / "mine").glob("checkpoint_*"):
-        (path / "state.pt").write_bytes(b"")
-    found = tree(tmp_path)
-    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
-        launch(resumed)
-    assert tree(tmp_path) == found
-
-
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "seed": ("plan", {"seed": 7}, "made under plan"),
     "batch": ("plan", {"micro_batch_size": 4}, "made under plan"),

@@ -18,7 +18,6 @@ import pytest
 import ray
 import without_ray
 from prometheus_client.parser import text_string_to_metric_families
-from ray.dashboard.modules.metrics.dashboards import train_dashboard_panels
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 from ray.util import metrics as ray_metrics
 
@@ -391,47 +390,6 @@ def test_log_lines_of_actors_and_supervisor_are_json_with_their_place(
     )
 
 
-# The documents
-
-
-def test_the_pages_name_panels_and_metrics_of_rays_dashboard() -> None:
-    row = next(
-        (
-            row
-            for row in getattr(train_dashboard_panels, "TRAIN_GRAFANA_ROWS", [])
-            if row.title == "Data Ingestion"
-        ),
-        None,
-    )
-    if row is None:
-        pytest.skip("this Ray has no such dashboard")
-    text = (
-        (ROOT / "docs" / "reference.md")
-        .read_text()
-        .partition("## Ray's own dashboards")[2]
-        .partition("\n## ")[0]
-    )
-    asked = {
-        panel.title: " ".join(target.expr for target in panel.targets)
-        for panel in row.panels
-    }
-    for title, metrics in re.findall(
-        r"^\| ([A-Z][\w ]+) \| (`ray_data.+?) \| ", text, re.MULTILINE
-    ):
-        names = re.findall(r"`(?:ray_data_|…_)(\w+)`", metrics)
-        assert names and all(
-            re.search(rf"ray_data_(iter_)?{name}\b", asked[title]) for name in names
-        ), title
-
-
-def test_names_follow_the_conventions_of_prometheus() -> None:
-    for metric in METRICS.values():
-        assert re.fullmatch(r"raypipe(_[a-z]+)+", metric.name)
-        assert metric.meaning.endswith(".")
-        if "seconds" in metric.name:
-            assert re.search(r"_seconds(_total)?$", metric.name)
-
-
 # The dashboard
 
 
@@ -484,37 +442,3 @@ def test_the_dashboards_selectors_use_labels_that_the_metrics_have() -> None:
                 for label in METRICS[name].labels
             }
             assert not own or set(by.split(", ")) <= own, query
-
-
-def test_the_panels_have_their_own_ids_and_places() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        assert at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["w"] > 0 and at["h"] > 0
-        cells = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        for target in panel.get("targets", []):
-            assert (
-                target["datasource"]["uid"]
-                == "${datasource}"
-                == panel["datasource"]["uid"]
-            )
-    assert {"id", "type", "title", "gridPos"} <= set.intersection(
-        *(set(panel) for panel in panels)
-    )
-
-
-def test_every_variable_that_is_used_is_defined() -> None:
-    defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {
-        "__rate_interval",
-        "__all",
-    }
-    assert used == defined == {"datasource", "run", "session"}

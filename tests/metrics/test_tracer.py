@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
+import pytest
+
+from raypipe.metrics import tracer
 from raypipe.metrics.tracer import (
-    Tracer,
+    add_slice,
     begin_recording,
     count_memory,
     counted,
     end_recording,
     happened,
-    record_events,
+    take,
     traced,
 )
 from raypipe.plan.places import MicroBatchId
@@ -19,61 +23,66 @@ from raypipe.plan.places import MicroBatchId
 PLACE = MicroBatchId("train", 0, 3, 1)
 
 
+@pytest.fixture
+def recording() -> Iterator[None]:
+    assert begin_recording()
+    yield
+    end_recording()
+
+
 def test_nothing_is_recorded_and_nothing_made_without_a_trace() -> None:
     assert traced("block", [PLACE]) is traced("row", [])
-    with traced("block") as slice_of_time:
-        assert slice_of_time is None
+    with traced("block") as places:
+        assert places is None
     counted("blocks", queued=1)
     happened("fault", "text")
     count_memory()
-    with record_events() as tracer:
-        assert tracer and tracer.take() == []
+    assert begin_recording()
+    assert take() == []
+    end_recording()
 
 
-def test_slices_have_their_thread_their_times_and_their_micro_batches() -> None:
-    with record_events() as tracer:
-        assert tracer
+def test_slices_have_their_thread_their_times_and_their_micro_batches(
+    recording: None,
+) -> None:
+    def work() -> None:
+        with traced("block") as block, traced("read", [PLACE]):
+            assert block is not None
+            block += [PLACE, PLACE]
 
-        def work() -> None:
-            with traced("block") as block, traced("read", [PLACE]):
-                assert block
-                block.places = [PLACE, PLACE]
-
-        thread = threading.Thread(target=work, name="worker")
-        thread.start()
-        thread.join()
-        read, block = tracer.take()
-    assert (read.name, block.name) == ("read", "block")
-    assert read.thread == block.thread == "worker"
-    assert block.begin_ns <= read.begin_ns <= read.end_ns <= block.end_ns
-    assert read.places == (str(PLACE),) and block.places == (str(PLACE),) * 2
-
-
-def test_counters_and_instants_are_recorded() -> None:
-    with record_events() as tracer:
-        assert tracer
-        counted("blocks", queued=3)
-        happened("fault", "an actor died")
-        count_memory()
-        blocks, fault, memory = tracer.take()
-    assert blocks.values == {"queued": 3} and fault.values["text"] == "an actor died"
-    assert memory.values["own"] > 1 and memory.values["shared"] >= 0
+    thread = threading.Thread(target=work, name="worker")
+    thread.start()
+    thread.join()
+    read, block = take()
+    assert (read["name"], block["name"]) == ("read", "block")
+    assert read["tid"] == block["tid"] == "worker"
+    assert block["ts"] <= read["ts"]
+    assert read["ts"] + read["dur"] <= block["ts"] + block["dur"] + 0.1
+    assert read["args"] == {"micro_batches": [str(PLACE)]}
+    assert block["args"] == {"micro_batches": [str(PLACE)] * 2}
 
 
-def test_the_oldest_events_give_way() -> None:
-    tracer = Tracer(limit=10)
+def test_counters_and_instants_are_recorded(recording: None) -> None:
+    counted("blocks", queued=3)
+    happened("fault", "an actor died")
+    count_memory()
+    blocks, fault, memory = take()
+    assert blocks["args"] == {"queued": 3}
+    assert fault["args"] == {"text": "an actor died"}
+    assert memory["args"]["own"] > 1 and memory["args"]["shared"] >= 0
+
+
+def test_the_oldest_events_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "MAX_EVENTS", 10)
+    assert begin_recording()
     for number in range(25):
-        tracer.add_slice(str(number), number, number + 1)
-    assert [event.name for event in tracer.take()] == [str(n) for n in range(15, 25)]
-    assert tracer.take() == []
+        add_slice(str(number), number, number + 1)
+    assert [event["name"] for event in take()] == [str(n) for n in range(15, 25)]
+    assert take() == []
+    end_recording()
 
 
-def test_only_one_caller_records_a_process() -> None:
-    first = begin_recording()
-    assert first and begin_recording() is None
-    end_recording(None)
-    end_recording(Tracer())
-    assert begin_recording() is None
-    end_recording(first)
-    with record_events() as second:
-        assert second and second is not first
+def test_only_one_caller_records_a_process(recording: None) -> None:
+    assert not begin_recording()
+    end_recording()
+    assert begin_recording()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 THREE = ["192x256", "224x224", "256x192"]
-SIDES = [(192, 256), (224, 224), (256, 192)]
 
 
 def store(
@@ -67,58 +65,6 @@ def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
 
 
 # One by one
-
-
-def test_epochs_leave_over_other_samples_and_draw_in_another_order() -> None:
-    plan = plan_of(varied(50), epochs=8)
-    found, left, orders = micro_batches(plan), [], set()
-    for epoch in range(8):
-        of_epoch = [each for each in found if each[0].epoch == epoch]
-        left.append(
-            set(range(50)) - {index for _, drawn in of_epoch for index, _ in drawn}
-        )
-        orders.add(tuple(plan.bucket_of(at) for at, _ in of_epoch))
-    assert len(set(map(frozenset, left))) > 4 < len(orders) and not set.intersection(
-        *left
-    )
-
-
-def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
-    plan = plan_of(
-        varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12
-    )
-    assert plan.steps_per_epoch == 3
-    assert plan.training
-    per_pass = sum(
-        bucket.selection.size // 2 * 2 for bucket in plan.training.store_samplers[0]
-    )
-    run = [index for _, drawn in micro_batches(plan) for index, _ in drawn]
-    assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(
-        set(run[per_pass : 2 * per_pass])
-    )
-
-
-def test_a_mixture_with_buckets_walks_through_every_sample() -> None:
-    # One store has a single wide image, which alone would fill no micro-batch.
-    stores = {
-        "a": store([50] * 29 + [90], [50] * 30),
-        "b": store([50] * 15 + [90] * 15, [50] * 30),
-    }
-    plan = plan_of(
-        JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8
-    )
-    seen = Counter(index for _, drawn in micro_batches(plan) for index, _ in drawn)
-    assert len(seen) == 60
-    assert {repeat for _, drawn in micro_batches(plan) for _, repeat in drawn} == {0}, (
-        "a pass has each once"
-    )
-    assert all(abs(seen[index] - 8 * 40 * 0.75 / 30) <= 2 for index in range(30))
-    mixed_inside = [
-        {index < 30 for index, _ in drawn}
-        for at, drawn in micro_batches(plan)
-        if plan.bucket_of(at) == (8, 8)
-    ]
-    assert sum(len(each) == 2 for each in mixed_inside) > len(mixed_inside) / 4
 
 
 def test_padding_of_validations_is_told_apart_from_their_samples() -> None:

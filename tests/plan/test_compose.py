@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.mixture import ONE, as_shares
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
@@ -70,44 +67,6 @@ def epochs(plan: Plan) -> list[list[tuple[int, int]]]:
     return found
 
 
-def test_a_single_store_by_weights_draws_each_sample_as_often_as_declared() -> None:
-    plan = plan_of(store(20), weights="weight", epoch_samples=36)
-    weights = np.arange(20) % 4 + 0.5
-    exact = 32 * weights / weights.sum()  # of 36 draws, 32 are whole steps
-    for drawn in epochs(plan):
-        counts = np.bincount([index for index, _ in drawn], minlength=20)
-        assert (np.floor(exact) <= counts).all() and (counts <= np.ceil(exact)).all()
-
-
-def test_balanced_classes_are_drawn_equally_often() -> None:
-    train = store(200)
-    plan = plan_of(train, weights=1.0)
-    labels = train.read(np.arange(200), ("label",))["label"]
-    for drawn in epochs(plan):
-        counts = np.bincount(labels[[index for index, _ in drawn]])
-        present = counts[np.unique(labels)]
-        assert present.sum() == 200 and max(present) - min(present) <= 1
-
-
-def test_repeats_draw_each_sample_so_often_and_no_more() -> None:
-    for drawn in epochs(plan_of(store(20), aug_repeats=2)):
-        assert (
-            set(Counter(index for index, _ in drawn).values()) == {2}
-            and len(drawn) == 40
-        )
-    # As in Hoffer et al. and timm, an epoch may draw fewer samples instead.
-    drawn = epochs(plan_of(store(20), aug_repeats=2, epoch_samples=20))
-    assert [len(each) for each in drawn] == [16] * 3
-    assert max(Counter(index for each in drawn for index, _ in each).values()) <= 4
-
-
-def test_an_epoch_length_walks_through_the_store_and_leaves_nothing_out() -> None:
-    drawn = epochs(plan_of(store(12), epoch_samples=9))
-    assert sorted(index for each in drawn for index, _ in each) == sorted(
-        [*range(12), *range(12)]
-    )
-
-
 def mixed(**config: Any) -> Plan:
     return plan_of(
         JoinedStore(
@@ -132,31 +91,6 @@ def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(
     config: dict[str, Any], steps: int
 ) -> None:
     assert mixed(**config).steps_per_epoch == steps
-
-
-def test_each_global_batch_of_a_mixture_has_its_weights() -> None:
-    plan = mixed(
-        mixture={0: {"a": 0.5, "b": 0.3, "c": 0.2}, 1: {"a": 0, "b": 0.5, "c": 0.5}}
-    )
-    shares = {
-        epoch: as_shares(w)
-        for epoch, w in {0: (0.5, 0.3, 0.2), 1: (0, 1, 1), 2: (0, 1, 1)}.items()
-    }
-    for epoch, drawn in enumerate(epochs(plan)):
-        sources = plan.source_of(np.array([index for index, _ in drawn])).reshape(-1, 8)
-        for batch in sources:
-            for count, share in zip(
-                np.bincount(batch, minlength=3), shares[epoch], strict=True
-            ):
-                assert 8 * share // ONE <= count <= -(-8 * share // ONE)
-    assert plan.source_of(np.array([0, 63, 64, 80, 279, -1])).tolist() == [
-        0,
-        0,
-        1,
-        2,
-        2,
-        -1,
-    ]
 
 
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
@@ -221,12 +155,3 @@ def test_a_mixture_names_the_stores_that_have_no_weight() -> None:
         ConfigError, match=r"weights of a, d; the stores of store\.train are a, b, c"
     ):
         mixed(mixture={"a": 1, "d": 1})
-
-
-def test_a_plan_without_draws_has_the_same_schedule_and_little_weight() -> None:
-    plan = plan_of(store(3000), weights="weight")
-    light = plan.without_draws()
-    assert list(light.micro_batches(light.start())) == list(
-        plan.micro_batches(plan.start())
-    )
-    assert len(pickle.dumps(light)) < 3000 < 24_000 < len(pickle.dumps(plan))

@@ -87,28 +87,6 @@ def mixture(shares: dict[int, list[float]]) -> tuple[Mixture, Quotas]:
     return mixture_of([50, 7, 20], shares, 8, 3)
 
 
-def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
-    mixed, quotas = mixture({0: [5, 2, 1], 10: [0, 1, 1]})
-    walked, seen = [list[int](), list[int](), list[int]()], set[tuple[int, int]]()
-    for batch in range(20):
-        draws = mixed.draw(np.arange(8 * batch, 8 * batch + 8))
-        seen |= set(zip(draws.indices.tolist(), draws.passes.tolist(), strict=True))
-        sources = np.searchsorted([50, 57], draws.indices, side="right")
-        counts = np.bincount(sources, minlength=3).tolist()
-        assert (
-            counts == quotas.counts(batch) == ([5, 2, 1] if batch < 10 else [0, 4, 4])
-        )
-        for source in range(3):
-            walked[source] += (
-                draws.indices[sources == source] - [0, 50, 57][source]
-            ).tolist()
-    assert len(seen) == 160, "no sample is drawn twice in a pass"
-    # 50 of the first store in ten batches, once each; the second in passes of 7.
-    assert sorted(walked[0]) == list(range(50))
-    assert max(np.bincount(walked[1])) - min(np.bincount(walked[1])) <= 1
-    assert [len(each) for each in walked] == [50, 20 + 40, 10 + 40]
-
-
 @pytest.mark.parametrize("batch_size", [8, 5000])
 def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(
     batch_size: int,

@@ -1,31 +1,21 @@
 from __future__ import annotations
 
-import pickle
 import tracemalloc
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raypipe.plan.order import Shuffle
-from raypipe.plan.places import PADDING
 from raypipe.plan.samplers import (
     Permuted,
     Repeated,
     RunSampler,
-    Sequential,
     Weighted,
     as_integers,
 )
 from raypipe.plan.selection import Selection
-
-UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
-weight_lists = st.lists(
-    st.integers(0, 9) | st.floats(0.01, 3), min_size=1, max_size=30
-).filter(any)
 
 
 def permuted(
@@ -68,59 +58,6 @@ def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
 # Each sample once
 
 
-def test_passes_follow_one_another_and_are_numbered() -> None:
-    assert drawn(permuted("off", 3, offset=10), 1, 6) == [
-        *((11, 0, 0), (12, 0, 0), (10, 1, 0)),
-        *((11, 1, 0), (12, 1, 0), (10, 2, 0)),
-    ]
-
-
-def test_what_is_left_over_of_a_pass_is_not_drawn() -> None:
-    whole, cut = permuted("global", 7), permuted("global", 7, per_pass=4)
-    for pass_number in range(3):
-        assert drawn(cut, 4 * pass_number, 4) == drawn(whole, 7 * pass_number, 4)
-
-
-def test_over_a_run_all_samples_are_drawn_equally_often() -> None:
-    assert (
-        np.bincount(
-            [index for index, _, _ in drawn(permuted("global", 7), 0, 28)]
-        ).tolist()
-        == [4] * 7
-    )
-
-
-@given(st.sets(st.integers(0, 39), max_size=39), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
-def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(
-    excluded: set[int], pass_number: int
-) -> None:
-    selection, indices = (
-        Selection(sorted(excluded), 40),
-        sorted(set(range(40)) - excluded),
-    )
-    size, groups = len(indices), selection.numbers(np.array([0, 7, 7, 19, 20, 40]))
-    windows = [Shuffle("window", size, 4, groups, k) for k in (1, 3)]
-    for shuffle in (Shuffle("global", size, 4), Shuffle("off", size, 4), *windows):
-        sampler = Permuted(shuffle, selection)
-        assert (
-            sorted(index for index, _, _ in drawn(sampler, pass_number * size, size))
-            == indices
-        )
-        assert {sampler.sample_of(key, 0) for key in range(2**63, 2**63 + size)} == set(
-            indices
-        )
-
-
-def test_golden_order_of_what_is_left() -> None:
-    kept = Selection([0, 3, 4, 8], 12)  # of four groups the second is left out whole
-    sampler = Permuted(Shuffle("window", 8, 3, kept.numbers(UNEVEN), 2), kept)
-    assert [index for index, _, _ in drawn(sampler, 0, 8)] == [10, 9, 11, 5, 6, 7, 2, 1]
-    assert [index for index, _, _ in drawn(sampler, 8, 8)] == [2, 1, 5, 6, 10, 9, 7, 11]
-    sampler = Permuted(Shuffle("global", 7, 3), Selection([1, 4], 9))
-    assert [index for index, _, _ in drawn(sampler, 0, 7)] == [6, 3, 7, 2, 0, 5, 8]
-
-
 def test_the_rest_of_a_billion_samples_costs_no_memory() -> None:
     billion = 10**9
     sampler = Permuted(
@@ -157,54 +94,7 @@ def test_what_is_repeated_is_the_same_one_at_a_time(stride: int) -> None:
     assert len(set(together)) == 18
 
 
-# Validations
-
-
-def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> None:
-    buckets = [
-        Selection([1, 5], 9, includes=True),
-        Selection([], 0),
-        Selection([0, 2, 3], 9, includes=True),
-    ]
-    sampler = Sequential(buckets, 2)
-    draws = sampler.draw(np.arange(8))  # two more than it has
-    assert draws.indices.tolist() == [1, 5, 0, 2, 3, *[PADDING] * 3]
-    assert (
-        draws.buckets.tolist() == [0, 0, *[2] * 6]
-        and not draws.passes.any()
-        and not draws.repeats.any()
-    )
-    assert (sampler.size, sampler.counts) == (6, [1, 0, 2])
-
-
 # By weights
-
-
-@given(
-    weight_lists,
-    st.integers(1, 60),
-    st.sampled_from(["global", "window", "off"]),
-    st.integers(0, 9),
-)
-@settings(max_examples=80, deadline=None)
-def test_each_sample_is_drawn_by_its_weight_rounded_down_or_up(
-    weights: list[float], size: int, shuffle: str, pass_number: int
-) -> None:
-    groups = np.unique([0, len(weights) // 3, len(weights)])
-    sampler = weighted(
-        weights, size, shuffle, 7, groups if shuffle == "window" else None, 1
-    )
-    draws = draws_of(sampler, pass_number)
-    counts, exact = (
-        Counter(index for index, _ in draws),
-        as_integers(np.array(weights)).tolist(),
-    )
-    for index, weight in enumerate(exact):
-        least = weight * size // sum(exact)
-        assert least <= counts[index] <= least + (weight * size % sum(exact) > 0)
-        assert sorted(repeat for each, repeat in draws if each == index) == list(
-            range(counts[index])
-        )
 
 
 def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
@@ -224,12 +114,6 @@ def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
         ]
 
 
-def test_golden_weighted_draws() -> None:
-    sampler = weighted([2, 4, 1, 1], 6)
-    assert draws_of(sampler, 0) == [(1, 1), (0, 1), (1, 2), (0, 0), (3, 0), (1, 0)]
-    assert draws_of(sampler, 1) == [(0, 0), (2, 0), (1, 0), (1, 1), (1, 2), (0, 1)]
-
-
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
     sampler = weighted([0.5, 1.5, 1, 0], 3, seed=1)
     counts = Counter(
@@ -242,38 +126,6 @@ def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> N
         and abs(counts[1] - 600) < 40
         and counts[2] == 400
         and counts[3] == 0
-    )
-
-
-def test_samples_of_a_group_stay_in_its_window() -> None:
-    sampler = weighted(np.tile([1, 2, 3], 20), 120, "window", 5, np.arange(0, 61, 6), 2)
-    for pass_number in range(3):
-        indices = sampler.draw(
-            np.arange(120 * pass_number, 120 * pass_number + 120)
-        ).indices
-        groups = [
-            set((indices[start : start + 24] // 6).tolist())
-            for start in range(0, 120, 24)
-        ]
-        assert [len(each) for each in groups] == [2] * 5 and len(
-            set().union(*groups)
-        ) == 10
-
-
-def test_what_is_left_out_is_never_drawn_and_indices_are_the_stores() -> None:
-    sampler = Weighted(
-        np.array([1, 1, 2]), Shuffle("off", 3, 5), Selection([0, 2], 5), 8
-    )
-    assert Counter(index for index, _ in draws_of(sampler, 0)) == {1: 2, 3: 2, 4: 4}
-
-
-def test_a_pickled_sampler_draws_the_same_and_has_no_layout() -> None:
-    sampler = weighted(np.arange(1, 50), 49, "window", 5, np.arange(0, 50, 7), 2)
-    cold = len(pickle.dumps(sampler))
-    before = draws_of(sampler, 3)
-    assert (
-        len(pickle.dumps(sampler)) == cold
-        and draws_of(pickle.loads(pickle.dumps(sampler)), 3) == before
     )
 
 

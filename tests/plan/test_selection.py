@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,27 +41,6 @@ def test_what_is_selected_is_numbered_in_its_order_however_it_is_held(
         assert selection.numbers(np.arange(len(keep) + 1)).tolist() == before
 
 
-def test_a_selection_takes_the_smallest_integers_and_the_shorter_list() -> None:
-    keep = np.ones(70_000, bool)
-    keep[[3, 254]] = False
-    few = Selection.where(keep)
-    assert not few.includes and few.listed.dtype == np.uint8
-    assert few.indices(np.array([252, 253, 69_997])).tolist() == [253, 255, 69_999]
-    assert few.numbers(np.array([254, 255, 256, 69_999])).tolist() == [
-        253,
-        253,
-        254,
-        69_997,
-    ]
-    most = Selection.where(~keep)
-    assert (
-        most.includes and most.listed.dtype == np.uint8 and most.num_left_out == 69_998
-    )
-    assert Selection.where(np.arange(70_000) % 3 == 0).indices(
-        np.array([0, 23_333])
-    ).tolist() == [0, 69_999]
-
-
 def test_a_selection_may_leave_out_a_sample_beyond_32_bits() -> None:
     kept = Selection([5, 1 << 33], 1 << 34)
     assert kept.indices(np.array([4, 5, (1 << 33) - 1])).tolist() == [
@@ -72,15 +49,6 @@ def test_a_selection_may_leave_out_a_sample_beyond_32_bits() -> None:
         (1 << 33) + 1,
     ]
     assert kept.numbers(np.array([(1 << 33) + 1])).tolist() == [(1 << 33) - 1]
-
-
-def test_to_look_up_samples_copies_no_list() -> None:
-    kept = Selection(np.arange(0, 2_000_000, 2), 2_000_000)
-    tracemalloc.start()
-    kept.indices(kept.numbers(np.arange(1, 1001, 2)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
 
 
 def test_selections_of_several_stores_are_numbered_through() -> None:

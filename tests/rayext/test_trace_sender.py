@@ -2,69 +2,82 @@
 
 from __future__ import annotations
 
-import random
+import json
+from typing import Any
 
-from raypipe.metrics.tracer import Event, TracedProcess
+import pytest
+
+from raypipe.metrics.tracer import (
+    add_slice,
+    begin_recording,
+    clock_us,
+    end_recording,
+    take,
+)
 from raypipe.rayext import trace_sender
 from raypipe.rayext.processes import Process
-from raypipe.rayext.trace_sender import Chunk, ClockOffset, StreamTrace
+from raypipe.rayext.trace_sender import Chunk, HeldTrace, TraceAnswer, TraceSender
 
 ACTOR = Process("transform actor", 7, "1", "10.0.0.2", "node")
-WHERE = TracedProcess("transform actor", 7, "node", "10.0.0.2")
 
 
-def chunk_of(num: int) -> Chunk:
-    return Chunk(WHERE, 0, [Event("slice", str(n), "t", n, n + 1) for n in range(num)])
+class _Supervisor:
+    """A Supervisor whose clock is ahead; calls are answered at once."""
+
+    def __init__(self, node: str, ahead_us: float) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.traced = self
+        self._node = node
+        self._ahead_us = ahead_us
+        self.goes_on = True
+
+    def remote(self, chunk: Chunk) -> TraceAnswer:
+        self.events += json.loads(chunk.events)
+        return TraceAnswer(self.goes_on, clock_us() + self._ahead_us, self._node)
 
 
-def test_the_offset_is_right_to_half_of_the_shortest_round_trip() -> None:
-    rng = random.Random(0)
-    difference = 123_456_789_000
-    offset = ClockOffset()
-    asked = 10_000_000
-    shortest = 10**12
-    for _ in range(50):
-        there, back = rng.randrange(10_000, 900_000), rng.randrange(10_000, 900_000)
-        answered = asked + there + back
-        offset.measured(asked, answered, asked + there + difference)
-        shortest = min(shortest, there + back)
-        assert abs(offset.offset_ns - difference) <= shortest / 2
-        asked = answered + 500_000_000
-    assert abs(offset.offset_ns - difference) < 200_000
-
-
-def test_the_supervisor_holds_a_bounded_number_of_events(monkeypatch) -> None:
-    monkeypatch.setattr(trace_sender, "_MAX_HELD", 25)
-    trace = StreamTrace()
+@pytest.mark.parametrize(
+    ("node", "offset_us"), [("node", 0.0), ("other", 123_456_789_000.0)]
+)
+def test_events_are_sent_on_the_supervisors_clock(
+    monkeypatch: pytest.MonkeyPatch, node: str, offset_us: float
+) -> None:
+    monkeypatch.setattr(trace_sender, "answer", lambda sent, _: sent)
+    monkeypatch.setattr(trace_sender.RayThread, "start", lambda _: None)
+    supervisor = _Supervisor(node, ahead_us=123_456_789_000.0)
+    assert begin_recording()
     try:
-        for _ in range(7):
-            trace.add(chunk_of(10))
-        held = trace.take(None)
-        assert sum(len(chunk.events) for chunk in held) == 20
+        sender = TraceSender(supervisor, ACTOR)
+        add_slice("block", 1_000.0, 2_000.0)
+        sender.send()
+        supervisor.goes_on = False
+        sender.send()
+        (block,) = (event for event in supervisor.events if event["name"] == "block")
+        assert block["ts"] == pytest.approx(1_000.0 + offset_us, abs=1e6)
+        add_slice("block", 3_000.0, 4_000.0)
+        assert take() == []
+    finally:
+        end_recording()
+
+
+def test_the_supervisor_holds_a_bounded_number_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace_sender, "_MAX_HELD", 25)
+    trace = HeldTrace()
+    try:
+        for number in range(7):
+            answered = trace.add(Chunk(str(number), "x" * 10), ACTOR)
+            assert answered.goes_on and answered.node == "node"
+        assert [chunk.process for chunk in trace.take(None)] == ["5", "6"]
         assert trace.take(None) == []
     finally:
         trace.end()
 
 
 def test_after_its_end_a_trace_takes_no_more() -> None:
-    trace = StreamTrace()
-    trace.add(chunk_of(1))
-    assert trace.is_on and trace.goes_on
+    trace = HeldTrace()
+    trace.add(Chunk("actor", "[]"), None)
     trace.end()
-    trace.add(chunk_of(1))
-    assert not trace.goes_on
-    assert [len(chunk.events) for chunk in trace.take(None)] == [1]
-
-
-def test_a_dead_actors_block_is_drawn_only_while_a_stream_is_traced() -> None:
-    trace = StreamTrace()
-    trace.add_lost(ACTOR, 5, ("train-e0000-s000000-m000",))
-    trace.add(chunk_of(1))
-    try:
-        trace.add_lost(ACTOR, 5, ("train-e0000-s000000-m000",))
-        _, lost = trace.take(None)
-        (event,) = lost.events
-        assert lost.process == WHERE and lost.offset_ns is None
-        assert event.name == "died" and event.end_ns > event.begin_ns == 5
-    finally:
-        trace.end()
+    assert not trace.add(Chunk("actor", "[]"), None).goes_on
+    assert len(trace.take(None)) == 1

@@ -130,3 +130,24 @@ def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
     watch.remove("an execution")
     watch.turn(time.monotonic())
     assert not watch._looks
+
+
+class Looks(StreamWatchdog):
+    """Counts its looks at the processes."""
+
+    num = 0
+
+    def _look(self) -> None:
+        self.num += 1
+
+
+def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
+    watch = Looks(lambda *note: None)
+    watch._still["an execution"] = 0.0
+    for second in range(11):  # looks at 2, 4 and 8 s, as long as the rank calls
+        watch._still["rank 0"] = float(second)
+        watch.turn(float(second))
+    assert watch.num == 3
+    watch.turn(12.0)
+    watch.turn(13.0)
+    assert watch.num == 4

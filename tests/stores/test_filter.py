@@ -151,10 +151,7 @@ def test_sixty_thousand_terms_are_evaluated() -> None:
     [
         ("label == 9223372036854775808", "9223372036854775808 is beyond 64 bits"),
         ("label in [1, 1" + "0" * 30 + "]", "is beyond 64 bits"),
-        (
-            "label in [1, 'a']",
-            r"the list of `in` must have one type: numbers, strings or booleans, and None",
-        ),
+        ("label in [1, 'a']", "cannot be evaluated .*int64, string"),
         ("name in [1]", "cannot be evaluated"),
         ("label in ['1']", "cannot be evaluated"),
         ("- " * 100_000 + "label == 1", "it may contain"),

@@ -26,7 +26,7 @@ import raypipe
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import lmdb_file, open_store, open_writer
 from raypipe.stores.base import Store
-from raypipe.stores.lmdb_values import READERS, keys_in, value_kind
+from raypipe.stores.lmdb_values import keys_in
 
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 3 for number in range(12)]
@@ -402,41 +402,6 @@ def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
     assert labels == [None if number in (3, 4, 5) else 1 for number in range(12)]
 
 
-def test_a_truncated_file_is_one_clear_error(tmp_path: Path) -> None:
-    path = write_entries(
-        tmp_path / "a", {**PLAIN, b"x": IMAGES[0] + bytes(50_000)}, folder=True
-    )
-    whole = (path / "data.mdb").read_bytes()
-    expected = open_store(path).read(np.arange(13), ("image",))["image"]
-    for num_bytes in (0, 1000, 4096, 8192, len(whole) // 2, len(whole) - 8192):
-        (path / "data.mdb").write_bytes(whole[:num_bytes])
-        with pytest.raises(
-            StoreError, match=r"/a.* (is truncated|cannot be opened as LMDB|is damaged)"
-        ):
-            read(open_store(path), "image")
-    (path / "data.mdb").write_bytes(whole[:-1])  # the last page is not full
-    assert open_store(path).read(np.arange(13), ("image",))["image"] == expected
-
-
-def test_noise_anywhere_is_an_error_or_bad_samples(tmp_path: Path) -> None:
-    entries = {b"%06d" % number: IMAGES[number % 12][:900] for number in range(400)}
-    path = write_entries(tmp_path / "a.lmdb", entries)
-    whole, rng = path.read_bytes(), np.random.default_rng(0)
-    outcomes = set()
-    for _ in range(150):
-        start, size = (
-            int(rng.integers(len(whole))),
-            int(rng.choice([1, 2, 8, 64, 4096])),
-        )
-        path.write_bytes(whole[:start] + rng.bytes(size) + whole[start + size :])
-        try:
-            store = open_store(path)
-            outcomes.add(len(read(store, "image", "key")[0]) == len(store))
-        except StoreError as error:
-            outcomes.add(str(path) in str(error))
-    assert outcomes == {True}
-
-
 @pytest.mark.system
 def test_without_the_extension_all_stores_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -462,27 +427,6 @@ def test_without_the_extension_all_stores_are_the_same(
     by_extension = [contents(path) for path in paths]
     monkeypatch.setattr(lmdb_file, "extension", lambda: None)
     assert [contents(path) for path in paths] == by_extension
-
-
-@pytest.mark.parametrize("kind", [*READERS, "keys"])
-def test_noise_in_a_value_raises_the_readers_errors_alone(kind: str) -> None:
-    value = DUMPS.get(kind, json.dumps)(("a", 1))
-    whole, rng = (
-        value.encode() if isinstance(value, str) else value,
-        np.random.default_rng(0),
-    )
-    for _ in range(1500):
-        damaged = bytearray(whole)
-        for place in rng.integers(0, len(whole), int(rng.integers(1, 4))).tolist():
-            damaged[place] = int(rng.integers(256))
-        content = memoryview(bytes(damaged[: int(rng.integers(1, len(whole) + 1))]))
-        value_kind(content)
-        keys_in(content, may_unpickle=True)
-        if kind in READERS:
-            try:
-                READERS[kind](content)
-            except (ValueError, StoreError):
-                continue
 
 
 # The listing

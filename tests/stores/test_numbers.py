@@ -170,22 +170,3 @@ def test_stores_of_several_dtypes_are_joined_without_a_change() -> None:
         StoreError, match=r"column 'a' as float64 has the number 9007199254740993"
     ):
         joined(0.5, (1 << 53) + 1)
-
-
-def test_a_store_in_memory_keeps_its_numbers_or_refuses_them() -> None:
-    for labels, columns in (
-        ([int(U64)], {}),
-        ([1], {"a": [int(U64)]}),
-        ([1, 2], {"a": [(1 << 53) + 1, 0.5]}),
-    ):
-        images = [b"x"] * len(labels)
-        if columns == {"a": [int(U64)]}:
-            assert (
-                MemoryStore(images, labels, columns=columns).read(
-                    np.array([0]), ("a",)
-                )["a"][0]
-                == U64
-            )
-            continue
-        with pytest.raises(InexactError):
-            MemoryStore(images, labels, columns=columns)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from s3_server import FaultyProxy
 
-from raypipe.errors import OutageError, StoreError
+from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.retries import NUM_REQUESTS
 from raypipe.stores import folder as folder_module
@@ -211,25 +211,6 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
         size > sorted(sizes)[4] for size in sizes
     ]
     assert proxy.requests["GET"] - before == 5
-
-
-def test_network_faults_are_retried_and_a_missing_bucket_is_an_error(
-    bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "root", f"{bucket}/train")
-    expected = FolderStore(tmp_path / "root").read(np.arange(9))["image"]
-    with FaultyProxy(
-        s3_endpoint, seed=1, rates={"throttle": 0.1, "drop": 0.1}
-    ) as faulty:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", faulty.endpoint)
-        store = open_store(f"{bucket}/train")
-        assert store.read(np.arange(9))["image"] == expected
-        assert faulty.faults.total() > 0
-    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
-    with pytest.raises(
-        OutageError, match=rf"{bucket}/train.* was unavailable.*check the network"
-    ):
-        store.read(np.arange(2))
 
 
 @pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])

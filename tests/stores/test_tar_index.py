@@ -74,12 +74,17 @@ def wrong_columns(
 ) -> dict[str, pa.Array]:
     """The columns of an index with another number in one, or one of another type."""
     name = rng.choice(list(columns))
-    values = columns[name].values.to_pylist()
-    values[rng.randrange(len(values))] = rng.choice([-1, -2, 1 << 40, 3, None, b"x"])
+    values = columns[name].to_pylist()
+    wrong = rng.choice([-1, -2, 1 << 40, 3, None, b"x"])
+    row = rng.randrange(len(values))
+    if name == "keys":
+        values[row] = wrong
+    else:
+        values[row][rng.randrange(2)] = wrong
     try:
-        return {**columns, name: pa.array([values], columns[name].type)}
+        return {**columns, name: pa.array(values, columns[name].type)}
     except (pa.ArrowException, TypeError):
-        return {**columns, name: pa.array(["x"])}
+        return {**columns, name: pa.array(["x"] * len(values))}
 
 
 @pytest.mark.parametrize("layout", ["class folders", "WebDataset"])

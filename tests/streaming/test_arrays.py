@@ -26,9 +26,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import MemoryStore, open_store
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 
 from pictures import picture  # isort: skip
@@ -126,20 +124,6 @@ def test_uint8_rgb_as_an_array_has_the_pixels_and_digests_of_rgb() -> None:
             spec_of(store, train=train, decode_as=how) for how in ("array", "rgb")
         )
         assert without_ray.digests(as_array) == without_ray.digests(as_rgb)
-
-
-def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
-    spec = spec_of(store_of("float32", 5), train="light")
-    maker, places = (
-        MicroBatchMaker(spec),
-        list(spec.plan.micro_batches(spec.plan.start())),
-    )
-    batches, _, arrays = maker.block(places)
-    row = block_row(batches, arrays)
-    assert (
-        row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
-    )
-    assert list(map(batch_hash, batches_of(row))) == without_ray.digests(spec)
 
 
 def test_a_digest_knows_the_dtype() -> None:

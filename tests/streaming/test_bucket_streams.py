@@ -11,7 +11,6 @@ from without_ray import digests, host_batches
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.blocks import cut
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
@@ -47,22 +46,6 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     assert tail == [batch_hash(batch) for batch in found][-len(tail) :] and 0 < len(
         tail
     ) < len(found)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(size: int) -> None:
-    spec = spec_of()
-    maker = MicroBatchMaker(spec)
-    places = spec.plan.micro_batches(spec.plan.start())
-    found, flat = list[MicroBatch](), 0
-    for block in cut(places, 1, {"train": size, "val": size}):
-        batches, _, arrays = maker.block(block)
-        row = block_row(batches, arrays)
-        flat += "image:shapes" in row
-        assert all(column.shape[0] == 1 for column in row.values())
-        found += batches_of(row)
-    assert list(map(batch_hash, found)) == digests(spec)
-    assert (flat > 3) == (size == 3)
 
 
 def test_masks_go_with_images_of_each_shape() -> None:

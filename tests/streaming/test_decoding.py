@@ -20,11 +20,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, CursorError, SampleError
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.writers import open_writer
-from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.saving.saved_model import SavedModel, input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded_map import DATA, MAP
@@ -132,33 +129,6 @@ def test_the_digest_covers_the_encoded_bytes_and_the_maps(store: Path) -> None:
     assert len(digests) == 3
 
 
-def test_two_ranks_and_threads_decode_what_one_does(store: Path) -> None:
-    spec = open_spec(store)
-    one = {str(batch.position): batch for batch in batches(spec)}
-    for rank in (0, 1):
-        threads = replace(spec, pool=replace(INLINE, max_actors=2))
-        decode = Decoding(spec, torch.device("cpu"))
-        for host in inline_batches(threads, spec.plan.start(), rank, 2):
-            rest, made = decode(host)
-            alone = one[str(rest.position)]
-            assert (
-                torch.equal(made.image, alone.image)
-                and rest.index.tolist() == alone.index.tolist()
-            )
-
-
-def test_a_resumed_stream_goes_on_with_the_same_bits(store: Path) -> None:
-    spec = open_spec(store)
-    whole = batches(spec)
-    resumed = batches(spec, cursor=spec.plan.cursor_at(2))
-    assert [batch.position for batch in resumed] == [
-        batch.position for batch in whole[4:]
-    ]
-    assert all(
-        torch.equal(a.image, b.image) for a, b in zip(resumed, whole[4:], strict=True)
-    )
-
-
 def test_the_roads_do_not_resume_each_other(store: Path) -> None:
     with pytest.raises(CursorError):
         raypipe.loader(open_spec(store), cursor=open_spec(store, "cpu").plan.start())
@@ -166,18 +136,6 @@ def test_the_roads_do_not_resume_each_other(store: Path) -> None:
         open_spec(store), workers=1, actors=1, from_step=0, to_step=1
     )
     assert settings["transform.decode"] == "device"
-
-
-def test_a_row_of_ray_has_the_encoded_images_of_its_micro_batches(store: Path) -> None:
-    hosts = list(without_ray.host_batches(open_spec(store)))[:3]
-    again = list(batches_of(block_row(hosts)))
-    assert [*map(batch_hash, again)] == [*map(batch_hash, hosts)]
-    num_bytes = sum(column.nbytes for column in block_row(hosts).values())
-    assert (
-        num_bytes
-        < sum(len(image) for host in hosts for image in host.fields[DATA].unpacked())
-        + 15 * 250
-    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -202,19 +160,6 @@ def test_too_many_bad_samples_end_a_run_by_the_same_budget(tmp_path: Path) -> No
         (BadSamplesError, SampleError), match=r"are bad|substitutes were bad"
     ):
         batches(open_spec(tmp_path / "bad.lmdb", plan={"epochs": 3}))
-
-
-def test_good_micro_batches_count_for_the_budget(tmp_path: Path) -> None:
-    """12 of 360 samples are bad: more than the ten that are free, and no more than 5 %."""
-    made = samples(30)
-    made[5]["image"] = damaged(made[5]["image"])
-    write_atomically(str(tmp_path / "few.lmdb"), made, CLASSES)
-    spec = open_spec(
-        tmp_path / "few.lmdb",
-        plan={"epochs": 12, "val_interval": 0},
-        transform={"size": 8, "max_bad_fraction": 0.05},
-    )
-    assert sum(batch.num_bad for batch in batches(spec)) >= 12
 
 
 def test_the_stages_of_time_have_the_decoding(store: Path) -> None:

@@ -57,18 +57,6 @@ def test_it_has_the_bits_of_a_cluster_from_any_step(
     assert threading.active_count() == before, "one that is left early ends its threads"
 
 
-def test_each_rank_has_its_own_micro_batches(spec: StreamSpec) -> None:
-    start = spec.plan.start()
-    ranks = [
-        [batch.position for batch in inline_batches(spec, start, rank, 2)]
-        for rank in range(2)
-    ]
-    assert sorted(map(str, ranks[0] + ranks[1])) == sorted(
-        map(str, spec.plan.micro_batches(start))
-    )
-    assert {at.micro % 2 for at in ranks[0]} == {0}
-
-
 def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(
     stores: dict[str, Path],
 ) -> None:

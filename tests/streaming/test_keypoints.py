@@ -7,27 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import without_ray
-from micro_batches import with_fields
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
-from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample, read_samples
+from raypipe.transform.samples import EncodedSample
 
 SIZE = (192, 256)
 KEYS = np.random.SeedSequence(3).generate_state(24, np.uint64).reshape(12, 2).tolist()
@@ -102,19 +96,6 @@ def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None
     assert num_seen > 3 and (num_marked or name not in ("light", "heavy"))
 
 
-def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
-    exact, whole = (
-        content("light", crop_decode="exact"),
-        content("light", crop_decode="off"),
-    )
-    for (image, points), key in zip(SCENES, KEYS, strict=True):
-        sample = EncodedSample(image, 0, {"joints": points})
-        one, other = exact.slow(sample, tuple(key)), whole.slow(sample, tuple(key))
-        assert np.array_equal(one["keypoints"], other["keypoints"]) and np.array_equal(
-            one["image"], other["image"]
-        )
-
-
 def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
     return open_stream(
         store(),
@@ -125,36 +106,6 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
     )
-
-
-def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
-    spec = spec_of()
-    hosts = list(without_ray.host_batches(spec))
-    assert hosts[0]["keypoints"].shape == (4, 5, 3)
-    assert (hosts[0]["keypoints"][:, 3:] == [0, 0, -1]).all() and (
-        hosts[0]["keypoints"][:, :3, 2] != -1
-    ).all()
-    ring = list(
-        on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True)
-    )
-    fed = list(without_ray.every_batch(loader(spec)))
-    for host, one, other in zip(hosts, ring, fed, strict=True):
-        assert np.array_equal(
-            one.fields["keypoints"], host["keypoints"]
-        ) and np.array_equal(other.fields["keypoints"], host["keypoints"])
-    maker, block = MicroBatchMaker(spec), [batch.position for batch in hosts[:2]]
-    reads = [
-        read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted)
-        for at in block
-    ]
-    unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
-    batches, _, arrays = maker.block(block, unpacked)
-    row = block_row(batches, arrays)
-    assert [batch_hash(batch) for batch in batches_of(row)] == [
-        batch_hash(batch) for batch in hosts[:2]
-    ]
-    moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})
-    assert batch_hash(moved) != batch_hash(hosts[0])
 
 
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:

@@ -15,7 +15,6 @@ import pytest
 import without_ray
 from patience import until
 from ray import cloudpickle
-from same_stream import Way, assert_same_stream, in_host_memory
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import (
@@ -30,9 +29,7 @@ from raypipe.rayext.allocation import preflight
 from raypipe.rayext.iteration import begun
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import iterate_digests
-from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import block_dataset, splits
@@ -139,48 +136,6 @@ def test_the_digest_depends_on_the_seed(stores: dict[str, Path]) -> None:
     )
     # the validations are equal
     assert len(one) == len(other) == 2 * 12 + 4 and len(one & other) == 4
-
-
-def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(
-    tmp_path: Path,
-) -> None:
-    rng = np.random.default_rng(0)
-    path, types = (
-        tmp_path / "a.parquet",
-        {"image": "binary", "seg": "binary", "objects": "string"},
-    )
-    with ParquetWriter(path, types, row_group_size=10) as writer:
-        for number in range(48):
-            mask = cv2.imencode(".png", rng.integers(0, 3, (40, 48), dtype=np.uint8))[
-                1
-            ].tobytes()
-            objects = json.dumps(
-                rng.integers(
-                    [0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)
-                ).tolist()
-            )
-            seg = b"bad" if number == 5 else mask
-            writer.append({"image": picture(number), "seg": seg, "objects": objects})
-    settings = dataclasses.replace(
-        SMALL, mask_column="seg", boxes_column="objects", max_targets=3
-    )
-    plan = dataclasses.replace(PLAN, epochs=1)
-    spec = open_stream(path, path, plan=plan, transform=settings, target_column="")
-    alone = assert_same_stream(spec, Way(reader="actors", workers=2))
-    # Of Parquet a task of its own reads.
-    seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
-    assert [batch_hash(in_host_memory(batch)) for batch in seen] == alone
-    train, val = (
-        [batch for batch in seen if batch.position.split == split]
-        for split in ("train", "val")
-    )
-    for batch in train:
-        assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields[
-            "boxes"
-        ].shape == (8, 3, 5)
-        assert set(batch.fields["mask"].unique().tolist()) <= {0, 1, 2}
-    assert sum(int((batch.weight == 0).sum()) for batch in val) == 1  # the bad one
-    assert sum(batch.num_bad for batch in seen) == 2
 
 
 def test_training_samples_come_at_most_once_and_validations_once(

@@ -95,46 +95,12 @@ def test_a_window_is_fetched_while_the_one_before_is_made(store: KeepingStore) -
     assert store.threads == {"raypipe-read-ahead"}
 
 
-def test_what_is_at_hand_is_not_read_again(store: KeepingStore) -> None:
-    plan = plan_of(store)
-    store.fetched = set(range(NUM // PER_GROUP))
-    begin(ahead_of(store, plan), next(plan.micro_batches(plan.start())))
-    assert not store.threads
-
-
-def test_one_fetch_is_under_way_at_a_time_and_nobody_waits(
-    store: KeepingStore,
-) -> None:
-    plan = plan_of(store)
-    stream = list(plan.micro_batches(plan.start()))
-    ahead = ahead_of(store, plan)
-    store.answers.clear()
-    ahead.begin(stream[0])
-    thread = ahead._thread
-    ahead.begin(stream[20])
-    assert ahead.is_busy and ahead._thread is thread
-    store.answers.set()
-    assert thread is not None
-    thread.join()
-    assert store.fetched == {*(plan.indices(stream[3]) // PER_GROUP).tolist()}
-
-
 def test_an_error_is_left_to_who_needs_the_samples(store: KeepingStore) -> None:
     plan = plan_of(store)
     ahead = ahead_of(store, plan)
     store.is_broken = True
     begin(ahead, next(plan.micro_batches(plan.start())))
     assert store.threads and not store.fetched
-
-
-def test_nothing_is_read_behind_the_end_or_of_stores_that_keep_nothing() -> None:
-    store = KeepingStore()
-    plan = plan_of(store)
-    *_, last = plan.micro_batches(plan.start())
-    begin(ahead_of(store, plan), last)
-    store.keeps_groups = False
-    begin(ahead_of(store, plan), next(plan.micro_batches(plan.start())))
-    assert not store.threads
 
 
 def test_on_one_machine_actors_read_the_groups_that_it_keeps() -> None:

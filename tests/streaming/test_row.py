@@ -75,39 +75,6 @@ def assert_same(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
     ]
 
 
-@pytest.mark.parametrize("names", [("image",), ("image", "mask", "boxes")])
-def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
-    names: tuple[str, ...],
-) -> None:
-    whole = {name: np.zeros((2, 2, 2, 3), np.uint8) for name in names}
-    all_made = []
-    for number, at in enumerate(BLOCK):
-        arrays = {name: array[number] for name, array in whole.items()}
-        for place, array in enumerate(arrays.values()):
-            array[:] = 10 * number + place
-        all_made.append(made(at, arrays))
-    found = list(batches_of(block_row(all_made, whole)))
-    assert_same(found, all_made)
-    assert [(batch.position, batch.num_bad, batch.work_s) for batch in found] == [
-        (at, at.micro, 0.5) for at in BLOCK
-    ]
-    for name in names:
-        assert all(np.shares_memory(whole[name], batch[name]) for batch in found)
-
-
-def test_large_images_of_several_places_are_not_put_together() -> None:
-    sizes = [(2, 300, 600, 3), (2, 600, 300, 3)]
-    all_made = [
-        made(at, {"image": np.full(size, at.micro + 7, np.uint8)})
-        for at, size in zip(BLOCK, sizes, strict=True)
-    ]
-    row = block_row(all_made)
-    found = list(batches_of(row))
-    assert_same(found, all_made)
-    for before, after in zip(all_made, found, strict=True):
-        assert np.shares_memory(before["image"], after["image"])
-
-
 BYTES = "column.bytes"
 
 

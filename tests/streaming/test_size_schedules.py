@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from without_ray import digests, host_batches
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.digest import plain_settings
-from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -89,22 +88,6 @@ def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(
     assert spec_of(stores, size={0: 16}).plan.fingerprint == plain.plan.fingerprint
     told = plain_settings(growing, workers=1, actors=1, from_step=0, to_step=1)
     assert told["transform.size"] == {"0": 8, "1": 12, "2": 16}
-
-
-def test_the_loader_hands_out_images_of_each_size(stores: dict[str, Path]) -> None:
-    spec = spec_of(stores, {"epochs": 2, "val_interval": 2})
-    found = set()
-    for epoch in loader(
-        spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)
-    ).epochs():
-        found |= {
-            ("train", epoch.number, tuple(batch.image.shape[2:]))
-            for batch in epoch.train
-        }
-        found |= {
-            ("val", epoch.number, tuple(batch.image.shape[2:])) for batch in epoch.val
-        }
-    assert found == {("train", 0, (8, 8)), ("train", 1, (12, 12)), ("val", 1, (16, 16))}
 
 
 def test_a_transform_of_one_size_is_refused_for_training_alone(

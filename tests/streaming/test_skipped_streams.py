@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import without_ray
 
 import raypipe
 from raypipe.commands.settings import parse_command
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import CursorError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
@@ -82,52 +79,6 @@ def test_the_makers_of_a_stream_get_no_skipped_micro_batch() -> None:
     whole = list(without_ray.host_batches(spec_of([])))
     expected = [batch_hash(batch) for batch in whole if not is_left_out(batch.position)]
     assert without_ray.digests(spec_of()) == expected
-
-
-def test_a_resume_at_any_batch_continues_behind_what_is_skipped() -> None:
-    spec = spec_of()
-    with raypipe.loader(spec) as loader:
-        states, batches = [], []
-        for batch in without_ray.every_batch(loader):
-            batches.append(described(batch))
-            states.append(loader.state_dict())
-    ends = [at.split == "val" or at.micro == 1 for at, _ in batches]
-    for number, (state, is_end) in enumerate(zip(states, ends, strict=True)):
-        if not is_end or batches[number][0].split == "val":
-            continue
-        with raypipe.loader(spec) as loader:
-            loader.load_state_dict(state)
-            assert taken(loader) == batches[number + 1 :]
-
-
-def test_a_resumed_run_goes_around_a_stretch_that_lies_ahead(tmp_path: Path) -> None:
-    weight = torch.nn.Linear(1, 1)
-    with raypipe.loader(spec_of([]), run_dir=tmp_path) as loader:
-        before = []
-        for batch in without_ray.every_batch(loader):
-            before.append(described(batch))
-            if batch.ends_step and loader.global_step == 5:
-                loader.checkpoint(model=weight)
-                break
-    with raypipe.loader(spec_of(["6..7"]), run_dir=tmp_path) as loader:
-        loader.restore(model=weight)
-        after = taken(loader)
-        step = loader.global_step
-    with raypipe.loader(spec_of(["6..7"])) as loader:
-        assert before + after == taken(loader)
-    assert step == 12
-    with pytest.raises(CursorError, match=r"skips the steps 2 before"):
-        raypipe.loader(spec_of([2, "6..7"]), run_dir=tmp_path)
-
-
-def test_steps_behind_a_checkpoint_stay_skipped(tmp_path: Path) -> None:
-    with raypipe.loader(spec_of(["2..3"]), run_dir=tmp_path) as loader:
-        for batch in without_ray.every_batch(loader):
-            if batch.ends_step and loader.global_step == 5:
-                loader.checkpoint(model=torch.nn.Linear(1, 1))
-                break
-    with pytest.raises(CursorError, match="plan"):
-        raypipe.loader(spec_of([]), run_dir=tmp_path)
 
 
 def test_plain_loaders_have_the_length_of_their_epoch() -> None:

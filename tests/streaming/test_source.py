@@ -32,17 +32,12 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.transform.samples import Wanted
 
 # The plan as a source, without Ray
 
 
 def store(size: int) -> MemoryStore:
     return MemoryStore([bytes([i]) * 3 for i in range(size)], np.arange(size) * 10)
-
-
-def tables_of(source: MicroBatchSource) -> list[pa.Table]:
-    return [table for task in source.get_read_tasks(1) for table in task()]
 
 
 def rows(
@@ -175,30 +170,6 @@ def test_a_source_that_is_left_in_the_middle_reads_no_more() -> None:
     assert num_reading() == before
 
 
-def test_a_short_schedule_is_one_task_whatever_parallelism_is_asked_for() -> None:
-    train = store(9)
-    plan = make_plan(PlanConfig(epochs=4, micro_batch_size=2), train)
-    assert len(MicroBatchSource(plan, plan.start(), {}).get_read_tasks(64)) == 1
-
-
-def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
-    train, val = store(9), store(3)
-    plan = make_plan(PlanConfig(epochs=700, micro_batch_size=2), train, val)
-    source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
-    tasks = source.get_read_tasks(1)
-    assert len(tasks) == source.num_tasks == 10
-    found = [
-        at for table in tables_of(source) for at in SourceRow.unpacked(table).block
-    ]
-    assert found == list(plan.micro_batches(plan.cursor_at(2)))
-
-
-def test_a_very_long_schedule_has_few_tasks() -> None:
-    train = store(9)
-    plan = make_plan(PlanConfig(epochs=10**6, micro_batch_size=9), train)
-    assert 256 <= MicroBatchSource(plan, plan.start(), {}).num_tasks < 266
-
-
 class KillsItsReader(ParquetStore):
     """A file of whose row groups one kills who reads it, be it by its size or by a defect of a reader in C."""
 
@@ -280,27 +251,3 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
     assert "Reading the store limits the run: its reader reads for" in diagnosis["text"]
     assert diagnosis["read_s"] > diagnosis["work_s"]
-
-
-def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None:
-    boxes = [[[0, 0, 5, 5, number]] for number in range(6)]
-    columns = {"seg": [b"m%d" % number for number in range(6)], "objects": boxes}
-    train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
-    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
-    wanted = Wanted(label=False, columns=("seg", "objects"))
-    source = MicroBatchSource(
-        plan, plan.start(), {"train": train}, wanted=wanted, block=2
-    )
-    (table,) = tables_of(source)
-    reads = SourceRow.unpacked(table).reads
-    assert reads is not None
-    samples = [sample for read in reads for sample in read]
-    assert [[sample.image for sample in read] for read in reads] == [
-        [b"0", b"1", b"2"],
-        [b"3", b"4", b"5"],
-    ]
-    assert [sample.label for sample in samples] == [0] * 6
-    assert [sample.columns for sample in samples] == [
-        {"seg": mask, "objects": each}
-        for mask, each in zip(columns["seg"], boxes, strict=True)
-    ]

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from micro_batches import as_samples
 from ray.data.block import BlockAccessor
 from without_ray import digests, every_batch, host_batches
 
@@ -36,7 +35,6 @@ from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
-from raypipe.transform.samples import EncodedSample
 
 from pictures import picture  # isort: skip
 
@@ -204,56 +202,6 @@ def test_a_block_of_padding_alone_travels() -> None:
     (batch,) = batches_of(through_arrow(block_row([maker.make(at)[0]])))
     assert (batch.index == PADDING).all()
     check(batch)
-
-
-def test_without_columns_a_reader_sends_none() -> None:
-    made = spec(store(np.arange(NUM), group_size=5), columns=())
-    for readers in (made.readers(), {}):
-        source = MicroBatchSource(made.plan, made.plan.start(), readers)
-        (row, *_) = source.get_read_tasks(1)[0]()
-        assert not row["columns"][0].is_valid and row["image"][0].is_valid == bool(
-            readers
-        )
-
-
-def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
-    values = {
-        "": None,
-        "text": "é",
-        "bytes": b"\0",
-        "number": np.float16(2),
-        "array": [[0, 1], [2, 3]],
-        "list": [1.0, None],
-        "dict": {"a": "b"},
-        "bool": True,
-    }
-    block = [MicroBatchId("train", 0, 0, 0)]
-    samples = as_samples(
-        [EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))]
-    )
-    read = SourceRow.unpacked(SourceRow(block, [samples]).packed()).reads
-    assert read
-    found, nothing = (sample.columns for sample in read[0])
-    assert (
-        [*found] == [*values]
-        and nothing == dict.fromkeys(values)
-        and [sample.label for sample in read[0]] == [1, 2]
-    )
-    assert found["number"].dtype == np.float16
-    assert found == values
-
-
-def test_a_resume_and_two_ranks_give_the_same_columns() -> None:
-    whole = digests(spec())
-    assert digests(spec(), from_step=2) == whole[4:]
-    made = spec()
-    ranks = [
-        [batch for batch in host_batches(made) if batch.position.micro % 2 == rank]
-        for rank in range(2)
-    ]
-    assert [
-        batch_hash(batch) for pair in zip(*ranks, strict=True) for batch in pair
-    ] == whole
 
 
 def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -8,7 +9,6 @@ import ray
 from patience import until
 
 from raypipe.metrics.chrome_trace import Chunk
-from raypipe.metrics.tracer import Event, TracedProcess
 from raypipe.rayext.processes import Process
 from raypipe.streaming import supervisor as supervisor_module
 from raypipe.streaming.faults import Orders
@@ -426,20 +426,19 @@ def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
 def test_a_traced_death_has_its_actor_its_block_and_its_fault() -> None:
     supervisor = Supervisor(6)
     actor = Process("transform actor", 7, "1", "10.0.0.2", "node")
-    sent = Event("slice", "block", "main", 1, 2, (AT,))
-    chunk = Chunk(TracedProcess("transform actor", 7, "node", "10.0.0.2"), 0, [sent])
+    chunk = Chunk("transform actor (7 on 10.0.0.2)", "[]")
     try:
         assert supervisor.traced(chunk).goes_on
         supervisor.actor_started("a", "process 7")
         supervisor.block_started("a", [AT], actor)
         assert died(supervisor)
         supervisor._process = actor._replace(role="supervisor", pid=8)
-        first, lost, own = supervisor.take_trace()
+        first, own = supervisor.take_trace()
         assert first == chunk
-        assert lost.process.pid == 7 and lost.events[0].places == (AT,)
-        assert lost.events[0].end_ns > lost.events[0].begin_ns > 0
-        (fault,) = own.events
-        assert fault.name == "fault" and AT in fault.values["text"]
+        lost, fault = json.loads(own.events)
+        assert lost["args"] == {"micro_batches": [AT]} and lost["dur"] > 0
+        assert lost["tid"] == "lost work, process 7"
+        assert fault["name"] == "fault" and AT in fault["args"]["text"]
     finally:
         supervisor.end_trace()
     assert not supervisor.traced(chunk).goes_on

@@ -19,19 +19,13 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.device.augment import DeviceAugment, Normalize
-from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.launch.run_checks import num_classes_of
 from raypipe.plan.order import Domain
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.plain import plain_loaders
-from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.samples import read_samples
 from raypipe.transform.views import view_key
 
 VIEWS = {
@@ -58,51 +52,6 @@ def spec_of(
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     return spec_of(stores)
-
-
-@pytest.fixture(scope="module")
-def expected(spec: StreamSpec) -> list[bytes]:
-    return without_ray.digests(spec)
-
-
-def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
-    spec: StreamSpec, expected: list[bytes]
-) -> None:
-    start = spec.plan.start()
-    ranks = [
-        [batch_hash(each) for each in inline_batches(spec, start, rank, 2)]
-        for rank in range(2)
-    ]
-    assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
-    threads = replace(spec, pool=PoolConfig(engine="inline", max_actors=2))
-    resumed = [
-        batch_hash(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
-    ]
-    assert resumed == expected[10:]
-    assert len(set(expected)) > 32, "but for the validations', they all differ"
-
-
-def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
-    spec: StreamSpec, expected: list[bytes]
-) -> None:
-    maker = MicroBatchMaker(spec)
-    block = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.micro == 0][
-        :3
-    ]
-    reads = [read_samples(spec.stores["train"], spec.plan.indices(at)) for at in block]
-    batches, _, arrays = maker.block(block, reads)
-    assert arrays
-    row = block_row(batches, arrays)
-    assert {
-        "view.global",
-        "view.whole",
-        "label",
-    } <= arrays.keys() and "image" not in row
-    assert row["view.global"].shape == (1, 3, 6, 2, 16, 16, 3) and row[
-        "view.whole"
-    ].shape == (1, 3, 6, 12, 12, 3)
-    assert [batch_hash(batch) for batch in batches_of(row)] == expected[:6:2]
-    assert [*next(batches_of(row)).arrays("view")] == [*VIEWS]
 
 
 def test_the_digest_knows_names_and_shapes_of_views(spec: StreamSpec) -> None:
@@ -150,21 +99,6 @@ def test_a_batch_has_each_view_and_its_image_is_the_first_crop(
         assert np.array_equal(view.movedim(-3, -1).numpy(), host[f"view.{name}"])
     val = next(epoch.val)
     assert val.views == {} and val.image.shape == (6, 3, 12, 12)
-
-
-def test_the_ring_carries_views_beside_validations_of_one_image(
-    spec: StreamSpec,
-) -> None:
-    through = list(
-        on_device(without_ray.host_batches(spec), CPU, lambda at: 0, keep=60, ring=True)
-    )
-    for batch, host in zip(through, without_ray.host_batches(spec), strict=True):
-        assert batch.views.keys() == host.arrays("view").keys()
-        assert batch.target.tolist() == host["label"].tolist()
-        for name, view in batch.views.items():
-            assert np.array_equal(view.movedim(-3, -1).numpy(), host[f"view.{name}"])
-        if not host.arrays("view"):
-            assert np.array_equal(batch.image.movedim(-3, -1).numpy(), host["image"])
 
 
 def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(
@@ -247,10 +181,3 @@ def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(
                 loader(function, augment=AugmentConfig(mixup_alpha=0.2)).epochs()
             ).train
         )
-
-
-def test_plain_loaders_have_views_by_name(spec: StreamSpec) -> None:
-    train, val = plain_loaders(loader(spec))
-    batches = list(train)
-    assert {"image", "target", "weight", "views"} == batches[0].keys()
-    assert "views" not in next(iter(val))

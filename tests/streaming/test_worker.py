@@ -18,10 +18,13 @@ AT = MicroBatchId("train", 0, 0, 0)
 
 
 class Process:
-    """As much of Ray, the clock and faulthandler as a guard uses; what it asks of the last is in `calls`."""
+    """As much of Ray, the clock and faulthandler as a guard uses; what it asks of the last is in `calls`,
+    and what it tells the Supervisor in `told`."""
 
     def __init__(self) -> None:
-        self.now, self.calls = 100.0, list[Any]()
+        self.now = 100.0
+        self.calls: list[Any] = []
+        self.told: list[Any] = []  # to the Supervisor
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Process:
         context = SimpleNamespace(get_actor_id=lambda: "an actor")
@@ -43,13 +46,16 @@ class Process:
         return self
 
     def guard(self, time_limit_s: float) -> Guard:
-        answers = (SimpleNamespace(remote=lambda *_: False) for _ in range(2))
-        return Guard(
-            SimpleNamespace(
-                **dict(zip(("actor_started", "block_started"), answers, strict=True))
-            ),
-            time_limit_s,
-        )
+        names = ("actor_started", "process_joined", "block_started")
+        methods = {name: self._method(name) for name in names}
+        return Guard(SimpleNamespace(**methods), time_limit_s)
+
+    def _method(self, name: str) -> SimpleNamespace:
+        def remote(*arguments: Any) -> bool:
+            self.told.append((name, *arguments))
+            return False
+
+        return SimpleNamespace(remote=remote)
 
     def block(self, guard: Guard, *seconds: float) -> list[Any]:
         """What a block asks of faulthandler that attempts a micro-batch at each of these times."""
@@ -63,21 +69,12 @@ class Process:
         return list(self.calls)
 
 
-def test_a_time_limit_starts_four_times_a_second_at_most(
+def test_a_process_is_watched_before_its_first_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = Process().installed(monkeypatch)
     guard = process.guard(2.0)
-    # It is longer by as much as it may start late.
-    assert process.block(guard, 100.0, 100.1, 100.24, 100.3, 100.54, 100.6) == [
-        (2.25, True)
-    ] * 3 + ["ended"]
-    # each block has its own
-    assert process.block(guard, 100.6, 100.7) == [
-        (2.25, True),
-        "ended",
-    ]
-    assert process.block(process.guard(0), 100.0, 101.0) == ["ended"]
+    assert process.told[-1] == ("process_joined", "an actor", guard._process)
 
 
 def test_a_time_limit_ends_with_its_block_also_by_an_error(
@@ -92,19 +89,6 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
         retries.report_progress()
         raise ValueError("of the transform")
     assert process.calls == [(2.25, True), "ended"] and not retries.on_progress
-
-
-def test_a_thread_that_goes_on_starts_no_time_limit_after_the_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = Process().installed(monkeypatch)
-    guard = process.guard(2.0)
-    with guard.block((AT,)):
-        (of_block,) = retries.on_progress
-    process.calls.clear()
-    of_block()
-    assert not process.calls
-    assert process.block(guard, 200.0) == [(2.25, True), "ended"]
 
 
 def test_an_actor_counts_what_it_has_made_and_what_was_bad() -> None:

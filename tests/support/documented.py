@@ -1,25 +1,4 @@
-"""What README.md and docs/ show: their blocks of code, and the commands in them.
-
-Which test holds which page to its word, besides the checks of all pages in test_docs.py (links, settings):
-
-| page | programs | commands |
-| --- | --- | --- |
-| README.md | test_own_loop.py | test_jobs.py (train, jobs/train.py), test_docs.py (digest) |
-| quickstart.md | test_docs.py (model, loss, optimizer) | test_documented_commands.py |
-| concepts.md | test_docs.py (a sweep) | test_documented_commands.py |
-| training-loop.md | test_docs.py, test_own_loop.py (attacks, FSDP2, hooks, W&B, MLflow, Hydra) | - |
-| integrations.md | test_docs.py, test_own_loop.py (Ray Train) | - |
-| moving.md | test_docs.py, test_moving.py (the two scripts) | test_documented_commands.py |
-| formats.md, transforms.md, targets.md | test_docs.py | test_documented_commands.py |
-| lmdb.md | test_docs.py | test_documented_commands.py |
-| sampling.md | test_docs.py | |
-| reproducibility.md | - | test_docs.py (digest) |
-| performance.md | test_docs.py (a dataset on the GPU) | test_documented_commands.py |
-| clusters.md | - | test_documented_commands.py, test_deploy.py |
-| failures.md | - | faults/ |
-| look-inside.md | test_documented_commands.py | test_documented_commands.py |
-| reference.md | - | test_generated_reference.py |
-"""
+"""What README.md and docs/ show: their blocks of code, and the commands in them."""
 
 from __future__ import annotations
 

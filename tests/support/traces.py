@@ -9,7 +9,7 @@ from typing import Any
 
 from raypipe.metrics.chrome_trace import _STATIONS
 
-PHASES = {"X", "C", "i", "M", "s", "t", "f"}
+PHASES = {"X", "C", "i", "s", "t", "f"}
 
 
 def checked(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -19,14 +19,12 @@ def checked(trace: dict[str, Any]) -> list[dict[str, Any]]:
     for event in events:
         assert {"name", "ph", "ts", "pid", "tid"} <= event.keys(), event
         assert event["ph"] in PHASES and event["ts"] >= 0, event
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-    drawn = [event for event in events if event["ph"] != "M"]
-    times = [event["ts"] for event in drawn]
+        assert event["pid"] and event["tid"]
+    times = [event["ts"] for event in events]
     assert times == sorted(times)
-    _check_names(events, drawn)
-    _check_nesting([event for event in drawn if event["ph"] == "X"])
-    _check_arrows(drawn)
-    for event in drawn:
+    _check_nesting([event for event in events if event["ph"] == "X"])
+    _check_arrows(events)
+    for event in events:
         if event["ph"] == "C":
             values = event["args"].values()
             assert values and all(isinstance(value, int | float) for value in values)
@@ -39,13 +37,9 @@ def checked_file(path: Path) -> list[dict[str, Any]]:
     return checked(json.loads(path.read_text()))
 
 
-def processes(events: list[dict[str, Any]]) -> dict[str, int]:
-    """The processes of a trace, by their names up to the first bracket; several of one name count once."""
-    return {
-        event["args"]["name"].partition(" (")[0]: event["pid"]
-        for event in events
-        if event["name"] == "process_name"
-    }
+def processes(events: list[dict[str, Any]]) -> set[str]:
+    """The names of a trace's processes up to the first bracket."""
+    return {event["pid"].partition(" (")[0] for event in events}
 
 
 def slices(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -69,23 +63,9 @@ def ways(events: list[dict[str, Any]]) -> dict[str, list[str]]:
     return dict(ways)
 
 
-def _check_names(events: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> None:
-    """Each process and thread has one name."""
-    kinds = ("process_name", "thread_name", "process_sort_index")
-    named: dict[str, list[Any]] = {kind: [] for kind in kinds}
-    for event in events:
-        if event["ph"] == "M":
-            track = (event["pid"], event["tid"] if "thread" in event["name"] else 0)
-            assert track not in named[event["name"]], event
-            named[event["name"]].append(track)
-    assert {event["pid"] for event in drawn} == {pid for pid, _ in named[kinds[0]]}
-    tracks = {(event["pid"], event["tid"]) for event in drawn}
-    assert tracks <= set(named["thread_name"])
-
-
 def _check_nesting(found: list[dict[str, Any]]) -> None:
     """Slices of a thread lie one after the other, or in one another."""
-    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for event in found:
         assert event["dur"] >= 0, event
         threads[event["pid"], event["tid"]].append(event)

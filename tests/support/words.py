@@ -1,10 +1,8 @@
 """Patterns of unclear English, in the docs and in the messages, docstrings and comments of the code.
 
     python -m tests.support.words              every match: file, line, rule, text and replacement
-    python -m tests.support.words --counts     matches, ceiling and example of each rule
-    python -m tests.support.words --lower      lower the ceilings in words.json to today's counts, never raise one
 
-tests/test_words.py holds the ceilings. A rule that is strict (*) has none: it allows no match.
+tests/test_words.py holds the ceilings, which are in words.json and may only be lowered.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import ast
 import io
 import json
 import re
-import sys
 import tokenize
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -45,16 +42,12 @@ class Rule:
     Attributes:
         pattern: regular expression.
         instead: replacement to suggest.
-        example: text that matches.
         corpora: subset of CORPORA.
-        strict: whether no match is allowed.
     """
 
     pattern: str
     instead: str
-    example: str
     corpora: tuple[str, ...] = CORPORA
-    strict: bool = False
     compiled: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,126 +59,89 @@ RULES = {
         r"(?i)\b\w*(?:colour|grey(?!hound)|centre|neighbour|behaviour|favour|normalis|initialis|optimis|recognis|"
         r"serialis|synchronis|summaris|licence|catalogue)\w*",
         "American spelling",
-        "the colour of a pixel",
         (*CORPORA, CSRC),
-        strict=True,
     ),
-    "expected-is": Rule(
-        r"\bexpected (?:is|are)\b",
-        "must be …, got …",
-        "expected is a file",
-        strict=True,
-    ),
-    "mend": Rule(r"\bmend(?:s|ed|ing)?\b", "fix", "mend the store", strict=True),
+    "expected-is": Rule(r"\bexpected (?:is|are)\b", "must be …, got …"),
+    "mend": Rule(r"\bmend(?:s|ed|ing)?\b", "fix"),
     "archaic": Rule(
         r"\b(?:anew|likewise|hence|thereby|whereof|for ever|as ever|all the same|in place of|heeds?|midst|want of|"
         r"at hand|the how|puts up with|trainings|chronicler|befits?)\b",
         "again, also, so, instead of",
-        "starts anew",
-        strict=True,
     ),
-    "some-number": Rule(r"\bsome \d", "about N", "some 30 ms", strict=True),
-    "in-mid": Rule(r"\bin mid-\w+", "mid-epoch", "in mid-epoch", strict=True),
+    "some-number": Rule(r"\bsome \d", "about N"),
+    "in-mid": Rule(r"\bin mid-\w+", "mid-epoch"),
     "to-the-bit": Rule(
-        r"(?<!\bup )\bto (?:the bit|rounding)\b",
-        "bit for bit, up to rounding",
-        "equal to the bit",
-        strict=True,
+        r"(?<!\bup )\bto (?:the bit|rounding)\b", "bit for bit, up to rounding"
     ),
     "is-of": Rule(
-        r"\b(?:is|are|was|were) of (?!course\b)\w",
-        "has, belongs to, comes from",
-        "the mean is of 3 channels",
-        strict=True,
+        r"\b(?:is|are|was|were) of (?!course\b)\w", "has, belongs to, comes from"
     ),
-    "first-person": Rule(
-        r"\b(?:[Ww]e|[Oo]ur|us)\b", "raypipe, you", "our runs", ("docs",), strict=True
-    ),
+    "first-person": Rule(r"\b(?:[Ww]e|[Oo]ur|us)\b", "raypipe, you", ("docs",)),
     "by-for-with": Rule(
         r"\b(?:made?|written|decodes?|continues?|reads?|start|opened|convert|copy|say) (?:it |this |them )?"
         r"by (?:`|jobs|torch|pillow|a pattern|nvJPEG|its)",
         "with",
-        "read by pillow",
-        strict=True,
     ),
     "no-noun": Rule(
         r"(?<!\b[Tt]here )\b(?:is|are|was|were) no "
         r"(?!(?:longer|more|less|need|way|room|smaller|larger|other|further)\b)[a-z*.`]",
         "is not a",
-        "labels are no classes",
     ),
     "of-your-own": Rule(
-        r"\b(?:of (?:your|its|their) own|of (?:yours|ours))\b",
-        "your own …",
-        "a store of your own",
+        r"\b(?:of (?:your|its|their) own|of (?:yours|ours))\b", "your own …"
     ),
     "fronted-of": Rule(
-        rf"(?:^|[.:;] )[Oo]f (?:{_OWNERS}|[A-Z]\w+|\w+s)\b",
-        "put the noun first",
-        "Of these draws a sample gets one",
+        rf"(?:^|[.:;] )[Oo]f (?:{_OWNERS}|[A-Z]\w+|\w+s)\b", "put the noun first"
     ),
     "headless-what": Rule(
         rf"(?:^|[.;:,(] |\band )[Ww](?:hat|ho|hoever|hatever) (?:{_VERBS})\b",
         "name the noun",
-        "What does not fit is rejected",
     ),
     "so-inversion": Rule(
-        r"\b[Ss]o (?:do|does|are|is|have|has|will|would) [a-z]",
-        "… does too",
-        "and so does ray",
+        r"\b[Ss]o (?:do|does|are|is|have|has|will|would) [a-z]", "… does too"
     ),
     "go-on": Rule(
         r"\b(?:go|goes|going|went|gone) on (?:with|by|where|until|from|in|as|to|at)\b|\bgoes on\b",
         "continue",
-        "the run goes on",
     ),
     "stands": Rule(
         r"\b(?:stands?|stood|lies?|lay|lying) (?!for\b|in for\b|out\b|on its own\b)",
         "is",
-        "it stands at the end",
     ),
     "tells": Rule(
         r"\b(?:is|are) told\b|\btells? (?:of|what|how|which|whether|why|the)\b",
         "prints, reports, shows",
-        "the run tells what failed",
     ),
-    "beside": Rule(r"\bbeside\b", "next to, besides, alongside", "beside the store"),
-    "alone": Rule(r"\balone\b", "only", "the plan alone"),
+    "beside": Rule(r"\bbeside\b", "next to, besides, alongside"),
+    "alone": Rule(r"\balone\b", "only"),
     "countable-validation": Rule(
-        r"\b[Ii]n (?:a )?validations?\b|\bof validations\b",
-        "during validation",
-        "steps in a validation",
+        r"\b[Ii]n (?:a )?validations?\b|\bof validations\b", "during validation"
     ),
     "half-comment": Rule(
         r"^(?:which|that|who|whose|what|of|as|by|in which|for|and|or|but|else|with|without)\b",
         "a clause with a subject",
-        "which takes seconds",
         ("comments",),
     ),
     "docstring-start": Rule(
         r"^(?:What|Of|Whether|The same|As|How|Why|By|It|Who|Whose|Its|All|Within|One)\b",
         "begin with a verb or a noun",
-        "What a plan draws.",
         ("docstrings",),
     ),
     "provenance": Rule(
         r"busy (?:core|machine|x86)|[Oo]ther (?:work|jobs) kept|the day before|in the (?:later|earlier) run|"
         r"quieter machine|trust the ratios|\b\d\d? November\b|2026-11-2\d",
         "move it to benchmarks/results/",
-        "on a busy machine",
         ("docs",),
     ),
     "old-names": Rule(
         r"\bBefore(?: the|,| this)?\b.*\b(?:was|had|took)\b|as before\)|as it is now|is called .* now",
         "describe only today's names",
-        "Before the change it was slow",
         ("docs", "messages"),
     ),
     "page-says": Rule(
         r"\b[Tt]his page (?:says|sets|shows|makes|computes)\b|\bsays (?:so|what|how|which|where|when|who)\b|"
         r"\bhas the (?:details|figures|arithmetic)\b",
         "See X for Y",
-        "This page says how",
         ("docs",),
     ),
 }
@@ -395,44 +351,5 @@ def excess(hits: list[Match], ceilings: dict[str, dict[str, int]]) -> list[str]:
     return lines
 
 
-def lowered(
-    counts: dict[str, dict[str, int]], ceilings: dict[str, dict[str, int]]
-) -> dict[str, dict[str, int]]:
-    """Return the ceilings, where a count is lower the count."""
-    return {
-        rule: {
-            corpus: min(number, counts.get(rule, {}).get(corpus, 0))
-            for corpus, number in by_corpus.items()
-            if counts.get(rule, {}).get(corpus, 0)
-        }
-        for rule, by_corpus in ceilings.items()
-        if rule in counts
-    }
-
-
-def main() -> None:
-    """Print the matches or counts, or lower the ceilings."""
-    hits, ceilings = all_matches(), read_ceilings()
-    counts = count(hits)
-    if "--lower" in sys.argv:
-        CEILINGS.write_text(json.dumps(lowered(counts, ceilings), indent=2) + "\n")
-    elif "--counts" in sys.argv:
-        print(
-            f"{'rule (* = strict)':22}{''.join(f'{corpus:>16}' for corpus in CORPORA)}{'all':>8}  (count/ceiling)"
-        )
-        for name, rule in RULES.items():
-            of_rule, limits = counts.get(name, {}), ceilings.get(name, {})
-            cells = "".join(
-                f"{of_rule.get(corpus, 0):>11}/{limits.get(corpus, 0):<4}"
-                for corpus in CORPORA
-            )
-            print(
-                f"{name + '*' * rule.strict:22}{cells}{sum(of_rule.values()):>8}  {rule.instead}"
-            )
-        print(f"{len(hits)} matches")
-    else:
-        print(*hits, sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(*all_matches(), sep="\n")

@@ -42,33 +42,6 @@ def test_the_small_model_needs_no_torchvision() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_an_optimizer_is_torchs_own_without_the_compilers_import(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = []
-    hooked = list[Any]()
-    for name in (kind, "torch.optim:SGD" if kind == "sgd" else "torch.optim:AdamW"):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        config = TrainConfig(optimizer=name, momentum=0.0, lr=0.1, weight_decay=0.01)
-        with monkeypatch.context() as patched:
-            if name == kind:  # an import of it fails
-                patched.setitem(sys.modules, "torch._dynamo", None)
-            optimizer = build_optimizer(model, config)
-            optimizer.register_step_post_hook(lambda *_: hooked.append(1))
-            for _ in range(3):
-                model(torch.ones(3, 4)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                optimizer.load_state_dict(optimizer.state_dict())
-        assert not any(
-            p.requires_grad and p.grad is not None for p in model.parameters()
-        )
-        weights.append([p.detach().numpy().tobytes() for p in model.parameters()])
-    assert weights[0] == weights[1]
-
-
 def test_torchvision_models_are_built_by_name() -> None:
     model = build_model("squeezenet1_1", 5).eval()
     with torch.no_grad():

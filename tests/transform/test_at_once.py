@@ -21,7 +21,6 @@ import albumentations as A  # noqa: N812
 from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.kernel import extension
-from raypipe.transform.albumentations import find_program
 from raypipe.transform.decode import jpeg
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
@@ -203,26 +202,3 @@ def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:
     )
     with without_kernel():
         assert made("flip-crop", size=64) == (arrays, bad)
-
-
-def test_the_program_is_the_beginning_of_a_pipeline_of_steps() -> None:
-    crop = A.RandomResizedCrop((32, 32))
-    program, rest = find_program(
-        A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()])
-    )
-    assert program is not None and len(program.steps) == 2 and len(rest) == 2
-    assert program.size == (32, 32) == program.crop_target
-    others = [
-        A.Compose([crop], p=0.5),
-        A.Compose([crop], bbox_params=A.BboxParams("coco")),
-        A.ReplayCompose([crop]),
-        A.Compose([crop], save_applied_params=True),
-        A.Compose([A.GaussNoise(), crop]),
-        A.Compose([A.HorizontalFlip()]),  # of no fixed size
-        A.Compose([A.RandomResizedCrop((32, 32), area_for_downscale="image")]),
-        A.Compose([A.RandomCrop(8, 8, pad_if_needed=True)]),
-        A.Compose([type("Mine", (A.RandomResizedCrop,), {})((32, 32))]),
-        A.Sequential([crop]),
-        None,
-    ]
-    assert all(find_program(each) == (None, []) for each in others)

@@ -5,8 +5,6 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -170,21 +168,6 @@ def test_a_bare_albumentations_transform_is_recognised_as_well(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ALBUMENTATIONS)
-def test_rewound_generators_equal_fresh_ones(name: str) -> None:
-    shared = SampleTransform(A.Compose([ALBUMENTATIONS[name]()]))
-    if shared.program is not None:
-        pytest.skip("nothing is drawn from generators")
-    for image, (k0, k1) in zip(IMAGES, make_keys(len(IMAGES)).tolist(), strict=True):
-        fresh = A.Compose([ALBUMENTATIONS[name]()])
-        generator = np.random.Generator(
-            np.random.Philox(key=np.array([k0, k1], np.uint64))
-        )
-        fresh.set_random_state(generator, random.Random(k0 << 64 | k1))
-        expected = fresh(image=image.copy())["image"]
-        np.testing.assert_array_equal(shared(image.copy(), (k0, k1)), expected)
-
-
 def test_the_users_own_pipeline_is_left_alone_and_may_be_used_twice() -> None:
     flip = A.HorizontalFlip(p=0.5)
     pipeline = A.Compose([flip, A.GaussNoise(p=1)])
@@ -252,15 +235,6 @@ def test_a_result_of_the_wrong_kind_is_a_config_error(
 def test_what_cannot_be_called_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="the transform is a list"):
         SampleTransform([A.HorizontalFlip()])  # type: ignore[arg-type]
-
-
-def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
-    code = "import sys, raypipe.transform.sample_maker"
-    code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "set()"
 
 
 # --- micro-batches

@@ -12,7 +12,7 @@ import torch
 from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.column_types import field_of_values, find_columns, type_of_field
+from raypipe.transform.column_types import as_declared, find_columns, type_by_values
 from raypipe.transform.columns import ColumnMaker, ColumnType, SampleColumns
 from raypipe.transform.fields import COLUMN, Ragged, Rows, in_group
 
@@ -61,8 +61,9 @@ def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
 
 
 def type_of(values: Any, options: ColumnOptions | None, fixed: bool) -> ColumnType:
-    field = field_of_values("a", values, options, fixed, "column 'a'")
-    return type_of_field(field, options, "column 'a'")
+    present = [value for value in values if value is not None]
+    kind = type_by_values("a", present, options, fixed, "column 'a' of here")
+    return as_declared("a", kind, options, "here")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,12 @@ def test_arrays_are_of_one_shape_where_the_store_says_so_and_else_lists() -> Non
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [
-        ([None, None], None, "no value in any of the first 2 samples"),
         ([1, "a"], None, "values of several types, int, str"),
         (["red"], ColumnOptions(dtype="int64"), "holds no numbers"),
         (
             [0.5],
             ColumnOptions(dtype="int64"),
-            r"'a' has float64, and store\.columns\.a\.dtype is int64",
+            r"'a' of here has float64, and store\.columns\.a\.dtype is int64",
         ),
         ([3], ColumnOptions(length=2), "declared with a length"),
         ([[1], [[2]]], None, "of several shapes"),

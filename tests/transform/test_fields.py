@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from micro_batches import AT, run, samples_of, transform_of, with_fields
+from micro_batches import AT, run, samples_of, transform_of
 
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import (
@@ -14,7 +14,6 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     Rows,
-    in_group,
     learn,
 )
 
@@ -153,22 +152,6 @@ def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
 # The memory of a block
 
 
-def test_micro_batches_of_a_block_lie_in_one_piece_one_after_the_other() -> None:
-    rows = Rows(fields(), 6)
-    fill(rows, 1, 2, 3, 4, 5, 6)
-    assert rows.arrays.keys() == {"image", "boxes", "label", "column.score"}
-    assert rows.arrays["label"].tolist() == [1, 2, 3, 4, 5, 6]
-    for number in range(3):
-        part = slice(2 * number, 2 * number + 2)
-        finished = rows.finish(part)
-        for name, array in rows.arrays.items():
-            of_part = finished[name]
-            assert isinstance(of_part, np.ndarray)
-            assert np.shares_memory(array[part], of_part)
-    starts = [array.__array_interface__["data"][0] for array in rows.arrays.values()]
-    assert starts == sorted(starts) and starts[-1] - starts[0] < 1000, "one piece"
-
-
 def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
     fields_of = {
         "boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)
@@ -287,39 +270,3 @@ def test_lists_of_arrays_keep_their_dtype_and_shape_even_if_empty() -> None:
     nothing = Ragged.of("ragged", [None, None], like)
     assert nothing.values.shape == (0, 2, 3) and nothing.values.dtype == np.float32
     assert [part.shape for part in nothing.unpacked()] == [(0, 2, 3)] * 2
-
-
-def test_unpacked_lists_are_views_and_a_copy_has_its_own_memory() -> None:
-    sent = np.arange(4)
-    ragged = Ragged("ragged", sent, np.array([0, 1, 1, 4]))
-    parts = ragged.unpacked()
-    assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3]]
-    assert np.shares_memory(parts[2], sent)
-    copy = ragged.copied()
-    assert not np.shares_memory(copy.values, sent) and not np.shares_memory(
-        copy.offsets, ragged.offsets
-    )
-    assert copy.kind == "ragged" and copy.values.tolist() == sent.tolist()
-
-
-# Micro-batches
-
-
-def test_a_group_has_its_fields_by_the_names_that_they_have_in_it() -> None:
-    given = {
-        "image": 0,
-        "view.a": 1,
-        "view.b.c": 2,
-        "column.view": 3,
-        "view": 4,
-        "view.": 5,
-    }
-    assert in_group(given, "view") == {"a": 1, "b.c": 2}
-    assert in_group(given, "column") == {"view": 3} and in_group(given, "other") == {}
-
-
-def test_arrays_are_those_fields_that_are_no_lists() -> None:
-    batch = with_fields(filled(fields(), 1), {"view.a": np.ones(1)})
-    assert {*batch.arrays()} == {"image", "boxes", "label", "column.score", "view.a"}
-    assert {*batch.arrays("column")} == {"score"} and {*batch.arrays("view")} == {"a"}
-    assert batch["label"] is batch.fields["label"]

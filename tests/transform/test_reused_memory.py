@@ -49,12 +49,6 @@ def test_memory_is_not_used_again_as_long_as_a_view_is_there() -> None:
     }
 
 
-def test_small_and_other_sizes_have_memory_of_their_own() -> None:
-    del [reused_memory(NUM_BYTES)][0]
-    assert reused_memory(2 * NUM_BYTES).shape == (2 * NUM_BYTES,)
-    assert reused_memory(16).shape == (16,) and reused_memory(0).size == 0
-
-
 def test_threads_never_get_the_same_memory() -> None:
     wrong: list[int] = []
 
@@ -71,29 +65,6 @@ def test_threads_never_get_the_same_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_arrays_of_any_dtype_lie_aligned_in_one_piece_and_never_overlap() -> None:
-    kinds = {
-        "odd": ((3, 700, 701), np.dtype(np.uint8)),
-        "none": ((0, 5), np.dtype(np.float64)),
-        "bools": ((3,), np.dtype(bool)),
-        "boxes": ((2, 4, 5), np.dtype(np.float32)),
-        "number": ((), np.dtype(np.int64)),
-    }
-    arrays = reused_arrays(kinds)
-    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == kinds
-    for number, array in enumerate(arrays.values(), 1):
-        assert (
-            array.flags.c_contiguous
-            and array.flags.writeable
-            and not address(array) % array.itemsize
-        )
-        array[...] = number % 2 if array.dtype == bool else number
-    expected = {"odd": 1, "none": 2, "bools": 1, "boxes": 4, "number": 5}
-    assert all((array == expected[name]).all() for name, array in arrays.items())
-    first, last = arrays["odd"], arrays["number"]
-    assert 0 <= address(last) - address(first) - first.nbytes < 500
 
 
 def test_memory_is_not_used_again_while_one_of_its_arrays_is_alive() -> None:

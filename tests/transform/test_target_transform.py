@@ -387,25 +387,6 @@ def test_a_turned_photo_is_used_with_its_targets_as_the_upright_picture(
         assert np.array_equal(values[0], values[1]), name
 
 
-@pytest.mark.parametrize("crop_decode", ["exact", "off"])
-def test_a_turned_jpeg_is_used_with_the_targets_of_the_upright_picture(
-    crop_decode: str,
-) -> None:
-    for orientation in range(1, 9):
-        upright, stored = turned(orientation, "JPEG")
-        transform = both(
-            "light", ALL, apply_exif=True, size=64, crop_decode=crop_decode
-        )
-        batch, _ = run(transform, [upright, stored], KEYS[:1].repeat(2, 0))
-        for name in ("mask", "boxes", "keypoints"):
-            assert np.array_equal(batch.fields[name][0], batch.fields[name][1]), (
-                name,
-                orientation,
-            )
-        images = batch.fields["image"].astype(int)
-        assert np.abs(images[0] - images[1]).mean() < 12, orientation
-
-
 def test_targets_that_do_not_fit_a_turned_photo_say_so() -> None:
     _, stored = turned(6, "JPEG")
     with pytest.raises(

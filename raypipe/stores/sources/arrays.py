@@ -20,13 +20,14 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED
 from raypipe.stores.sources.format_source import (
     MAX_CHUNK_BYTES,
     Asked,
     Source,
     explained,
     others,
+    stored_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -186,38 +187,21 @@ def _names_of(
         StoreError: a name does not exist, or several are as likely; the message lists all arrays.
     """
     kinds = {name: str(rows) for name, rows in arrays.items()}
-    names: dict[str, str] = {}
-    split = None
-    for column, name, usual in (
-        ("image", asked.image, _IMAGES),
-        ("label", asked.label, _LABELS),
-    ):
-        if name not in (column, "", *arrays):
-            raise StoreError(missing(where, name, kinds, RENAMED[column], word))
-        splits = {each: _split_of(each, usual) for each in arrays}
-        candidates = [name] if name else []
-        if name == column:
-            candidates = [
-                each for each, of in splits.items() if of and split in (None, of)
-            ]
-        problem = ""
-        if len(candidates) > 1:
-            problem = f"several {word}s that may be the {column}s"
-        elif not candidates and column == "image":
-            problem = f"no {word} called images, x or data"
-        if problem:
-            raise StoreError(_unclear(where, word, problem, column, kinds))
-        if candidates:
-            names[column] = candidates[0]
-        split = splits[names["image"]]
-    return names
-
-
-def _unclear(
-    where: str, word: str, problem: str, column: str, kinds: Mapping[str, str]
-) -> str:
-    listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    return f"{where} has {problem}: set store.{RENAMED[column]}; its {word}s are {listed:.1000}"
+    likely = {"image": [name for name in arrays if _split_of(name, _IMAGES)]}
+    images = stored_as(where, kinds, Asked(asked.image, ""), likely, word)["image"]
+    split = _split_of(images, _IMAGES)
+    labels = {name: _split_of(name, _LABELS) for name in arrays}
+    likely["label"] = [
+        name for name, found in labels.items() if found and split in (None, found)
+    ]
+    for column, name in zip(likely, asked, strict=True):
+        if name == column and len(likely[column]) > 1:
+            listed = ", ".join(f"{array} ({kind})" for array, kind in kinds.items())
+            raise StoreError(
+                f"{where} has several {word}s that may be the {column}s: set store.{RENAMED[column]}; its "
+                f"{word}s are {listed:.1000}"
+            )
+    return stored_as(where, kinds, asked, likely, word)
 
 
 def _split_of(name: str, usual: set[str]) -> str | None:

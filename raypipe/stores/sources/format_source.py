@@ -117,12 +117,14 @@ def stored_as(
     present: Mapping[str, str],
     asked: Asked,
     usual: Mapping[str, Sequence[str]],
+    word: str = "column",
 ) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → its name in the format.
 
     Args:
         present: names → their kinds, for the error.
         usual: `image` and `label` → the usual names, the likeliest first.
+        word: the format's word for a column.
 
     Raises:
         StoreError: there is no such column, or no usual one of images.
@@ -131,14 +133,14 @@ def stored_as(
     for column, name in (("image", asked.image), ("label", asked.label)):
         if not name:
             continue
-        candidates = [name, *usual[column]] if name == column else [name]
+        candidates = [name, *usual.get(column, ())] if name == column else [name]
         stored = next(
             (candidate for candidate in candidates if candidate in present), None
         )
         if stored is not None:
             names[column] = stored
         elif name != "label":
-            raise StoreError(missing(where, name, present, RENAMED[column]))
+            raise StoreError(missing(where, name, present, RENAMED[column], word))
     return names
 
 

@@ -4,8 +4,8 @@
     .KEY.lock           locked by who makes it, until it is there or its maker is dead
     .KEY.xxxx           one that is being written
     .link.STREAM.PLACE  one that an actor has left for its rank, even if KEY is removed
-    .room               the bytes of all
-    .ranks              locked by the ranks that use the folder
+    .room               see `raypipe.storage.room`
+    .lock-ranks         locked by the ranks that use the folder
     .streams/           see `raypipe.streaming.memory.streams`
 
 A file that is lost costs time only: its micro-batch is made again.
@@ -34,31 +34,24 @@ from raypipe.storage.local_file import (
     boot_id,
     cache_folder,
     claimed,
-    locked,
     make_cache_folder,
     private_folder,
 )
+from raypipe.storage.room import Room, TooLargeError
 from raypipe.streaming.memory.stored import Finished, packed, unpacked
 
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE = 0.1
-# Share of the limit that is freed at once, since finding the oldest files looks at all of them.
-_FREED_SHARE = 0.05
-# What is hidden belongs to a process that writes, makes or takes it, or was killed so long ago.
-_HIDDEN_S = 3600.0
 _TOUCH_S = 60.0
 # What only passes by goes first, since it looks so much older.
 _PASSING_S = 365 * 86400.0
-_POLL_S = 0.001
 # To copy fewer bytes costs an actor no more than a link, and its rank a file.
 _LEAST_LEFT = 256 << 10
 _READ_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
-_ROOM = ".room"
-RANKS = ".ranks"
+RANKS = ".lock-ranks"
 STREAMS = ".streams"
-_NOT_COUNTED = (_ROOM, RANKS, STREAMS)
 _LINK = ".link."
 
 
@@ -76,7 +69,7 @@ class Folder:
     ) -> None:
         self.path = path
         self.keeps_passing = keeps_passing
-        self._num_bytes = num_bytes
+        self._room = Room(path, num_bytes or 0, _SHARE)
         self._is_writable = True
 
     @property
@@ -185,65 +178,20 @@ class Folder:
     def _write(self, key: bytes, pieces: list[bytes | memoryview], lasts: bool) -> None:
         hidden = self.path / f".{key.hex()}.{secrets.token_hex(4)}"
         try:
-            if not self._has_room(sum(map(len, pieces)), hidden):
+            hidden.touch(exist_ok=False)
+            if not self._room.take(hidden, sum(map(len, pieces))):
                 return
             with hidden.open("r+b") as file:
                 file.writelines(pieces)
             if not lasts:
                 date = time.time() - _PASSING_S
                 os.utime(hidden, (date, date))
-            with locked(self.path / _ROOM, _POLL_S):  # nobody counts files meanwhile
+            with self._room.locked():  # nobody counts files meanwhile
                 hidden.replace(self.path / key.hex())
+        except TooLargeError:
+            pass
         finally:
             hidden.unlink(missing_ok=True)
-
-    def _has_room(self, num_bytes: int, hidden: Path) -> bool:
-        """Reserve bytes by a file of that size, after removing others if need be; return whether they fit."""
-        record = self.path / _ROOM
-        with locked(record, _POLL_S):
-            text = record.read_text()
-            used = int(text) if text.isdecimal() else self._count()
-            limit = self._num_bytes
-            if limit is None:
-                limit = int(_SHARE * (shutil.disk_usage(self.path).free + used))
-            if num_bytes > limit:
-                return False
-            if used + num_bytes > limit:
-                used = self._count(int(limit * (1 - _FREED_SHARE)) - num_bytes)
-            has_room = used + num_bytes <= limit  # others may be writing too much
-            # first, since a process that is killed here must not count too little
-            record.write_text(str(used + num_bytes * has_room))
-            if has_room:
-                hidden.touch(exist_ok=False)
-                os.truncate(hidden, num_bytes)
-        return has_room
-
-    def _count(self, kept: int | None = None) -> int:
-        """Return the bytes of all files; first remove those used longest ago until so many are kept.
-
-        Those that are being written count, and are kept.
-        """
-        files = []
-        used = 0
-        for entry in os.scandir(self.path):
-            with contextlib.suppress(OSError):  # it is gone
-                status = entry.stat(follow_symlinks=False)
-                if entry.name in _NOT_COUNTED:
-                    continue
-                if not entry.name.startswith("."):
-                    files.append((status.st_mtime, status.st_size, entry.path))
-                elif time.time() - status.st_ctime > _HIDDEN_S:
-                    Path(entry.path).unlink()
-                elif not entry.name.startswith(_LINK):
-                    used += status.st_size
-        used += sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if kept is None or used <= kept:
-                break
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-                used -= size
-        return used
 
 
 def open_folder(pool: PoolConfig, num_bytes: int | None = None) -> Folder | None:

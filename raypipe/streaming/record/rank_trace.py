@@ -6,12 +6,12 @@ drawn on the device's track, at the times at which it has worked.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
-import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -19,19 +19,19 @@ import torch
 
 from raypipe import __version__
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.metrics.chrome_trace import Chunk, chrome_trace, to_json
+from raypipe.metrics.chrome_trace import Chunk, to_json
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.tracer import (
-    Event,
-    TracedProcess,
+    add_slice,
     begin_recording,
-    clock,
+    clock_us,
     count_memory,
     end_recording,
+    take,
 )
 from raypipe.progress import print_progress
 from raypipe.rayext.processes import this_process
-from raypipe.rayext.trace_sender import PERIOD_S, TraceSender, taken, traced_process
+from raypipe.rayext.trace_sender import PERIOD_S, TraceSender, traced_name
 from raypipe.storage.files import write_text
 
 if TYPE_CHECKING:
@@ -43,22 +43,13 @@ logger = logging.getLogger(__name__)
 _NAMES = {"transfer": "copy", "checkpoint": "wait for a checkpoint"}
 _COPY_TRACK = "GPU copies"
 _GPU_TRACK = "GPU"
-_LEAVE_S = 5.0
 # Events of the device that are not read yet; those of a few seconds.
 _MAX_PENDING = 10_000
-
-
-class _DeviceStage(NamedTuple):
-    """A stage between two events of CUDA."""
-
-    name: str
-    start: Any
-    end: Any
-    places: tuple[MicroBatchId, ...]
+_ANSWER_S = 30.0
 
 
 class RankTrace(Observer):
-    """Records the events of a rank's process, sends them to the Supervisor, and on rank 0 writes the trace.
+    """Records the events of a rank's process, and on rank 0 writes the trace.
 
     Args:
         address: path or URI of the file.
@@ -74,143 +65,106 @@ class RankTrace(Observer):
     def __init__(
         self, address: str, seconds: float, rank: int, device: torch.device, run: str
     ) -> None:
-        tracer = begin_recording()
-        if tracer is None:
+        if not begin_recording():
             raise ConfigError(
                 f"{address}: this process already makes a trace; one loader at a time can have `trace`"
             )
-        self._tracer = tracer
         self._address = address
-        self._seconds = seconds
+        # the others' last events come a period later
+        self._us = (seconds + PERIOD_S) * 1e6
         self._rank = rank
         self._device = device
         self._run = run
-        self._base: tuple[Any, int] | None = (
-            None  # an event of the device, and its time
-        )
-        self._pending = deque[_DeviceStage](maxlen=_MAX_PENDING)
-        self._process = TracedProcess(
-            f"trainer {rank}", os.getpid(), "", socket.gethostname()
-        )
-        # Rank 0 collects them. Its Supervisor is on its node, so they have one clock.
-        self._own: list[Event] = []
-        self._others: list[Chunk] = []
-        self._ends_ns: int | None = None
+        # an event of the device, and its time
+        self._base: tuple[Any, float] | None = None
+        # name, two events of the device, and micro-batches of each stage
+        self._pending = deque[tuple[str, Any, Any, Any]](maxlen=_MAX_PENDING)
+        self._chunks: list[Chunk] = []
+        self._ends_us: float | None = None
         self._is_over = False
         self._supervisor: Any = None
         self._sender: TraceSender | None = None
-        self._one_by_one = threading.Lock()
-        self._left = threading.Event()
-        self._thread = threading.Thread(
-            target=self._send_until_left, name="raypipe-trace", daemon=True
-        )
-        self._thread.start()
+        self._name = f"trainer {rank} ({os.getpid()} on {socket.gethostname()})"
 
     def on_stage(
         self, stage: str, start: Any, end: Any, position: MicroBatchId | None
     ) -> None:
         """Record a stage between two marks, see `StageClock`."""
         name = _NAMES.get(stage, stage)
-        places = (position,) if position else ()
+        places = [position] if position else []
         if isinstance(end, float):
-            self._tracer.add_slice(name, round(start * 1e9), round(end * 1e9), places)
+            add_slice(name, start * 1e6, end * 1e6, places)
             return
         if self._base is None:
             self._base = self._now_on_device()
-        self._pending.append(_DeviceStage(name, start, end, places))
+        self._pending.append((name, start, end, places))
 
-    def _now_on_device(self) -> tuple[Any, int]:
+    def _now_on_device(self) -> tuple[Any, float]:
         """Return an event of the device, and its time on the host's clock: once, the host waits for the device."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
-        return event, clock()
-
-    def opened(self, supervisor: Any) -> None:
-        if supervisor is None or self._is_over:
-            return
-        with self._one_by_one:
-            process = this_process(self._process.role)
-            self._process = traced_process(process)
-            self._supervisor = supervisor
-            if self._rank:
-                self._sender = TraceSender(supervisor, process, self._tracer)
-
-    def handed_out(self, position: MicroBatchId, amounts: Any) -> None:
-        if self._ends_ns is None:
-            self._ends_ns = clock() + round(self._seconds * 1e9)
-
-    def ended(self) -> None:
-        """The stream ends, and its Supervisor, whose events are taken now."""
-        with self._one_by_one:
-            self._gather()
-            self._supervisor = None
-            self._sender = None
-
-    def closed(self) -> None:
-        """Write the trace, if its time was not over yet."""
-        self._left.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LEAVE_S)
-        self._finish()
-
-    def _send_until_left(self) -> None:
-        while not (self._is_over or self._left.wait(PERIOD_S)):
-            with self._one_by_one:
-                self._gather()
-            # the others' last events come a period later
-            written_ns = clock() - round(PERIOD_S * 1e9)
-            if self._ends_ns is not None and written_ns > self._ends_ns:
-                self._finish()
-
-    def _gather(self) -> None:
-        """Bring the events of all processes together, as far as they have sent them."""
-        if self._is_over:
-            return
-        self._read_device()
-        if self._rank:
-            if self._sender:
-                self._sender.send()
-            return
-        count_memory()
-        self._own += self._tracer.take()
-        if self._supervisor is not None:
-            self._others += taken(self._supervisor)
+        return event, clock_us()
 
     def _read_device(self) -> None:
         """Record the stages that the device has passed."""
-        while self._base and self._pending and self._pending[0].end.query():
-            base, base_ns = self._base
-            stage = self._pending.popleft()
-            begin_ns = base_ns + round(base.elapsed_time(stage.start) * 1e6)
-            end_ns = base_ns + round(base.elapsed_time(stage.end) * 1e6)
-            track = _COPY_TRACK if stage.name == "copy" else _GPU_TRACK
-            self._tracer.add_slice(stage.name, begin_ns, end_ns, stage.places, track)
+        while self._base and self._pending and self._pending[0][2].query():
+            base, base_us = self._base
+            name, start, end, places = self._pending.popleft()
+            begin_us = base_us + base.elapsed_time(start) * 1e3
+            end_us = base_us + base.elapsed_time(end) * 1e3
+            track = _COPY_TRACK if name == "copy" else _GPU_TRACK
+            add_slice(name, begin_us, end_us, places, track)
 
-    def _finish(self) -> None:
-        """End the trace, and write it."""
-        with self._one_by_one:
-            if self._is_over:
-                return
-            self._gather()
-            self._is_over = True
-            end_recording(self._tracer)
-            if self._rank:
-                return
-            if self._supervisor is not None and ray.is_initialized():
+    def opened(self, supervisor: Any) -> None:
+        if supervisor is not None and not self._is_over:
+            process = this_process(f"trainer {self._rank}")
+            self._name = traced_name(process)
+            self._supervisor = supervisor
+            self._sender = TraceSender(supervisor, process)
+
+    def handed_out(self, position: MicroBatchId, amounts: Any) -> None:
+        self._read_device()
+        if self._ends_us is None:
+            self._ends_us = clock_us() + self._us
+        elif clock_us() > self._ends_us:
+            self.closed()
+
+    def ended(self) -> None:
+        """The stream ends, and its Supervisor, whose events are taken now."""
+        if self._is_over:
+            return
+        self._read_device()
+        if self._sender:
+            self._sender.stop()
+        if self._supervisor is not None and not self._rank and ray.is_initialized():
+            try:
+                taken = self._supervisor.take_trace.remote()
+                self._chunks += ray.get(taken, timeout=_ANSWER_S)
                 self._supervisor.end_trace.remote()
-        self._write([Chunk(self._process, 0, self._own), *self._others])
+            except ray.exceptions.RayError as error:
+                logger.warning("the trace lacks other processes: %s", error)
+        self._supervisor = None
+        self._sender = None
+
+    def closed(self) -> None:
+        """Write the trace, unless it was written when its time was over."""
+        if self._is_over:
+            return
+        self.ended()
+        self._is_over = True
+        count_memory()
+        own = Chunk(self._name, json.dumps(take()))
+        end_recording()
+        if not self._rank:
+            self._write([own, *self._chunks])
 
     def _write(self, chunks: list[Chunk]) -> None:
         about = {"run": self._run, "written_by": f"raypipe {__version__}"}
         try:
-            write_text(self._address, to_json(chrome_trace(chunks, about)))
+            write_text(self._address, to_json(chunks, about))
         except (RaypipeError, pa.ArrowException, OSError) as error:
             logger.warning("the trace cannot be written: %s", error)
             return
-        num_events = sum(len(chunk.events) for chunk in chunks)
         place = self._address.removeprefix("file://")
-        print_progress(
-            logger,
-            f"trace: {place}, {num_events:,} events, for https://ui.perfetto.dev",
-        )
+        print_progress(logger, f"trace: {place}, for https://ui.perfetto.dev")

@@ -59,14 +59,6 @@ def test_the_index_gives_the_number_and_shows_a_cut_off_file(tmp_path: Path) -> 
     assert len(rows_of(tmp_path / "a.rec")) == 7
 
 
-@pytest.mark.parametrize("cut", [1, 5, 840])
-def test_a_record_that_is_cut_off(tmp_path: Path, cut: int) -> None:
-    content = (DATA / "mxnet/labels.rec").read_bytes()
-    (tmp_path / "a.rec").write_bytes(content[: len(content) - 4 - cut])
-    with pytest.raises(StoreError, match=r"a\.rec is truncated"):
-        rows_of(tmp_path / "a.rec")
-
-
 def test_records_without_an_image_are_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

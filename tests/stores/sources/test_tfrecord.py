@@ -157,34 +157,6 @@ def test_a_damaged_record_is_a_sample_without_an_image(
     assert "a.tfrecord, record 1: its checksum is wrong" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("cut", "message"),
-    [
-        (-1, r"is truncated in record 1, of \d+ bytes"),
-        (-30, "is truncated in record 1"),
-        (6, "is truncated in the header of record 0"),
-    ],
-)
-def test_a_truncated_file_is_one_error(tmp_path: Path, cut: int, message: str) -> None:
-    file = write(
-        tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(2))
-    )
-    file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(StoreError, match=message):
-        rows_of(file)
-
-
-def test_a_file_of_something_else(tmp_path: Path) -> None:
-    (tmp_path / "a.tfrecord").write_bytes(bytes(100))
-    with pytest.raises(StoreError, match="is no TFRecord file, or is damaged"):
-        rows_of(tmp_path / "a.tfrecord")
-    with pytest.raises(
-        StoreError,
-        match=r"has no tf\.train\.Example with features among its first 1 records",
-    ):
-        rows_of(write(tmp_path / "b.tfrecord", b"something else"))
-
-
 def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
     length = struct.pack("<Q", 400 << 20)
     header = length + _checksum(length)

@@ -215,15 +215,6 @@ def test_a_damaged_member_is_a_bad_sample(
     assert "'cat/a.jpg': Bad CRC-32" in caplog.text
 
 
-def test_a_cut_off_zip(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", CLASSES)
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(
-        StoreError, match=r"a\.zip cannot be read: BadZipFile: .*copy it again"
-    ):
-        open_source(file)
-
-
 def test_names_of_windows_are_parted_by_backslashes(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", {"cat\\a.jpg": b"a", "train\\..\\dog\\b.jpg": b""})
     with pytest.raises(StoreError, match="leads out of the zip"):

@@ -41,7 +41,7 @@ def test_a_stream_in_one_process_has_a_trace(tmp_path: Path) -> None:
             if batch.ends_split:
                 loader.checkpoint(model=model)
     events = checked_file(file)
-    assert processes(events).keys() == {"trainer 0"}
+    assert processes(events) == {"trainer 0"}
     assert len(slices(events, "make")) == len(slices(events, "read")) == 16
     assert len(slices(events, "first batch")) == 1
     assert len(slices(events, "wait")) == 15
@@ -87,9 +87,8 @@ def test_after_its_time_a_trace_is_written_and_the_stream_goes_on(
     loader.close()
     assert file.stat().st_mtime_ns == before
     # its process may be traced again
-    tracer = begin_recording()
-    assert tracer
-    end_recording(tracer)
+    assert begin_recording()
+    end_recording()
 
 
 def test_one_process_makes_one_trace_at_a_time(tmp_path: Path) -> None:
@@ -137,16 +136,11 @@ class _Event:
 def test_the_devices_stages_are_drawn_when_it_has_passed_them(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     trace = RankTrace(str(file), 60.0, 0, torch.device("cpu"), "run")
-    trace._base = _Event(100.0), 1_000_000_000
+    trace._base = _Event(100.0), 1_000_000.0
     trace.on_stage("transfer", _Event(110.0), _Event(112.0), None)
     trace.on_stage("compute", _Event(115.0), _Event(120.0, looks=2), None)
-    trace._gather()
     trace.closed()
-    trace._left.set()
     events = checked_file(file)
     (copy,) = slices(events, "copy")
     assert copy["dur"] == 2000.0
-    threads = {
-        event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
-    assert "GPU copies" in threads
+    assert copy["tid"] == "GPU copies"

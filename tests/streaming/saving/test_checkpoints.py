@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 from damaged_checkpoints import DAMAGE, flip, newest
-from full_disk import fill, make_room
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, CursorError, OutageError
@@ -271,24 +270,6 @@ def test_a_checkpoint_of_another_plan_is_passed_over_or_refused(run: Path) -> No
         shutil.rmtree(path)
     with pytest.raises(CursorError, match="made under plan"):
         find_newest(run.as_uri(), check)
-
-
-def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> None:
-    run = full_disk / "run"
-    for step in (1, 2):
-        write(run.as_uri(), 0, step)
-    for leave in (0, 4096, 8192, 12288):  # for the folder, for its first file, …
-        fill(full_disk, leave)
-        before = tree(run)
-        with pytest.raises(
-            ConfigError,
-            match=r"checkpoint .* of .* cannot be written .*No space left on device",
-        ):
-            write(run.as_uri(), 0, 3, size=9000)
-        assert tree(run) == before and step_of(run) == 2
-        make_room(full_disk)
-    write(run.as_uri(), 0, 3)
-    assert step_of(run) == 3
 
 
 def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(

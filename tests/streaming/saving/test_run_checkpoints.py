@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,18 +16,15 @@ from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.metrics.records import Folder, read_records
+from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.run_log import RunLog
-from raypipe.streaming.saving import checkpoints, run_checkpoints
+from raypipe.streaming.saving import run_checkpoints
 from raypipe.streaming.saving.checkpoints import (
-    find_newest,
-    read_whole_checkpoint,
     write_checkpoint,
 )
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
-from raypipe.streaming.saving.stateful import loaded
 from raypipe.streaming.stop_file import request_stop, stop_requested
 from raypipe.train import loop
 
@@ -84,37 +79,6 @@ def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
     writer.check()
     save(writer, 3, {})
     writer.wait()
-
-
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, reading, writing = tmp_path.as_uri(), *os.pipe()
-    child = os.fork()
-    if child == 0:
-        writer, syncs = RunCheckpoints(run), list[str]()
-
-        def stand_still(*_: Any) -> None:
-            if len(syncs) == 1:  # the state is there, the manifest is not
-                os.write(writing, b"x")
-                signal.pause()
-            syncs.append("")
-
-        for step in (1, 2):
-            writer.wait()
-            if step == 2:
-                checkpoints.sync_folder = stand_still  # type: ignore[assignment]
-            save(writer, step, {"step": torch.tensor(step)})
-        signal.pause()
-        os._exit(1)
-    assert os.read(reading, 1) == b"x"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    found, passed_over = find_newest(run, lambda _: None)
-    assert found and found.cursor.step == 1
-    assert list(passed_over.values()) == ["it was cut off while it was written"]
-    whole = read_whole_checkpoint(open_filesystem(found.address))
-    assert loaded(whole.state) == {"step": torch.tensor(1)}
 
 
 # The request to stop
@@ -251,36 +215,6 @@ def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
     ]
 
 
-def test_the_trainer_tells_changed_content_and_takes_the_one_before(
-    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_ray.train(dataclasses.replace(run, name="changed"))
-    before, newest = sorted((tmp_path / "changed").glob("checkpoint_*"))
-    changed = dataclasses.replace(run, resume=str(tmp_path / "changed"))
-
-    def change(folder: Path) -> None:
-        content = (folder / "state.pt").read_bytes()
-        (folder / "state.pt").write_bytes(content[:-1] + b"x")
-
-    change(newest)
-    assert without_ray.train(changed)["steps"] == 8
-    said = capsys.readouterr().out
-    assert (
-        f"not resumed from {newest.name}: the content of its state.pt has changed"
-        in said
-    )
-    assert f"resumed from {before.name}" in said
-    for folder in (tmp_path / "changed").glob("checkpoint_*"):
-        change(folder)
-    left = sorted((tmp_path / "changed").glob("checkpoint_*/*"))
-    with pytest.raises(
-        ConfigError,
-        match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed",
-    ):
-        without_ray.train(changed)
-    assert sorted((tmp_path / "changed").glob("checkpoint_*/*")) == left
-
-
 def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,29 +248,3 @@ def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
         list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"]
         and len(slowly) == 1
     )
-
-
-def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
-    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    looking = list[str]()
-
-    def look(folder: Folder) -> bool:
-        looking.append(threading.current_thread().name)
-        return stop_requested(folder)
-
-    monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.01)
-    monkeypatch.setattr("raypipe.streaming.run_log.stop_requested", look)
-    (tmp_path / "asked").mkdir()
-    request_stop((tmp_path / "asked").as_uri())
-    seldom = dataclasses.replace(run.train, checkpoint_interval=0)
-    figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
-    assert (
-        figures["stopped"]
-        and 0 < figures["steps"] < 8
-        and set(looking) == {"raypipe-waiting"}
-    )
-    assert list(states(tmp_path / "asked")) == [
-        f"checkpoint_0000_{figures['steps']:07d}"
-    ]
-    assert (tmp_path / "asked" / "stop").read_text() == "seen"

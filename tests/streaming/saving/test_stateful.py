@@ -15,13 +15,11 @@ import pytest
 import ray.train
 import torch
 import without_ray
-from documented import ROOT, blocks
 from small_runs import small_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import raypipe
 from raypipe.config import PlanConfig, PoolConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.places import Cursor
@@ -267,35 +265,6 @@ def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(
         ConfigError, match="has model, optimizer, scaler, ema, and no ema"
     ):
         own.restore(ema=model)
-
-
-def test_the_lines_of_the_page_go_on_from_a_run(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
-    train, pool = (
-        dataclasses.replace(run.train, optimizer="sgd"),
-        PoolConfig(engine="inline"),
-    )
-    run = dataclasses.replace(run, name="sgd", train=train, pool=pool)
-    folder = without_ray.train(run)["run_dir"]
-    (code,) = (
-        code
-        for code in blocks("python", ROOT / "docs" / "training-loop.md")
-        if "def go_on" in code
-    )
-    names: dict[str, Any] = {"raypipe": raypipe, "torch": torch}
-    exec(compile(code, "training-loop.md", "exec"), names)
-    model = build_model("small", 5)
-    spec = spec_of(run, folder)
-    own, optimizer = names["go_on"](spec, folder, model)
-    assert own.cursor == Cursor(1, 0, spec.plan.fingerprint)
-    state = torch.load(
-        next(Path(folder).glob("checkpoint_0001_*")) / "state.pt", weights_only=True
-    )
-    for part in (model, optimizer):
-        expected = state["model" if part is model else "optimizer"]
-        torch.testing.assert_close(part.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_a_run_of_another_plan_is_refused_as_a_start(

@@ -14,7 +14,6 @@ from PIL import AvifImagePlugin, Image
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import open_store
-from raypipe.transform.decode import limits
 from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.decode.rgb import decode, image_size
 
@@ -135,21 +134,6 @@ def test_whatever_is_damaged_is_a_bad_sample(kind: str) -> None:
             image_size(bytes(damaged))
         except SampleError:
             pass
-
-
-@KINDS
-def test_what_declares_too_much_is_refused(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = encoded(kind)
-    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20)
-    assert decode(data).shape == (40, 60, 3)
-    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20 - 1)
-    for function in (decode, image_size):
-        with pytest.raises(
-            SampleError, match="declares 60x40 pixels in a form that takes"
-        ):
-            function(data)
 
 
 def test_without_what_decodes_it_the_error_says_what_to_install(

@@ -1,6 +1,6 @@
 """One header, whoever reads it: the kernel, libjpeg in simplejpeg and in Pillow, and raypipe's own walk.
 
-What is compared is what is accepted, with which size, orientation and pixels; tests/support/jpeg_headers.py
+What is compared is what is accepted, with which size, orientation and pixels; fuzz/jpeg_headers.py
 changes each segment, marker, table and number of headers in turn. csrc/jpeg_header.h is compared with
 jpeg_header.py.
 """

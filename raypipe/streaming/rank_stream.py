@@ -120,6 +120,8 @@ class RankStream:
         ends.callback(_stop_all, self._watchdogs)
         ends.callback(self._metrics.tell, "ended")
         ends.callback(_close, self.lifetime, batches, host)
+        if self._pool:
+            self._metrics.actors = self._pool.actors
         is_of_pool = start is not None and self._pool is not None
         self.lifetime.begin(ends, is_of_pool)
         if not is_of_pool:

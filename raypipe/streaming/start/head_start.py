@@ -42,7 +42,6 @@ _COVER_S = 5.0
 # Longest wait for the second micro-batch, whose time says how many fit into these seconds. The first includes what
 # is loaded once.
 _MEASURE_S = 1.0
-_MOST = 64
 # Micro-batches that a rank makes where other streams make the same: pools share their work, and ranks do not.
 _FEW = 4
 _MAX_AHEAD_BYTES = 256 << 20
@@ -154,8 +153,8 @@ class HeadStart:
                 self._changed.wait_for(
                     lambda: self._last_s or self._is_done, _MEASURE_S
                 )
-                num_more = math.ceil(_COVER_S / (self._last_s or _MEASURE_S))
-                num = self._num_begun + min(num_more, _MOST)
+                seconds = self._last_s or _MEASURE_S
+                num = self._num_begun + math.ceil(_COVER_S / seconds)
                 if are_others:
                     num = _FEW
             num = self._num_at_hand(min(num, self._most))

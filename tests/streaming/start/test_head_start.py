@@ -211,8 +211,9 @@ def test_a_rank_leaves_the_cpus_to_ray_after_its_first_micro_batch(
 
 
 def test_rank_0_makes_what_covers_the_start_of_the_pool(
-    stores: dict[str, Path],
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(head_start, "_COVER_S", 0.2)
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
     head = begun(spec)
     batches = head.batches()

@@ -129,10 +129,6 @@ def raypipe_logged(work: Work) -> Start:
     return start
 
 
-def raypipe_off(work: Work) -> Start:
-    return raypipe_exact(work, crop_decode="off")
-
-
 def raypipe_seekable(work: Work) -> Start:
     return raypipe_exact(work, store="seekable.lmdb")
 
@@ -581,7 +577,6 @@ def lancedb(work: Work) -> Start:
 
 LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe": raypipe_exact,
-    "raypipe, crop_decode=off": raypipe_off,
     "raypipe, seekable": raypipe_seekable,
     "raypipe, log_digest": raypipe_logged,
     "torch DataLoader": torch_dataloader,

@@ -122,7 +122,7 @@ def verdicts(
             continue
         others = peers(rows)
         if bars.ceiling:
-            kernel = rows["ceiling, exact"]["steady"]
+            kernel = rows["ceiling"]["steady"]
             ratio(
                 f"{case}: stream / kernel alone", ours["steady"], kernel, bars.ceiling
             )
@@ -191,7 +191,7 @@ def draw(medians: dict[str, Any], path: str) -> None:
         )
         for y, value in enumerate(steady):
             axis.text(value, y, f" {value:,.0f}", va="center", fontsize=9)
-        limit = rows.get("ceiling, exact", {}).get("steady", 0)
+        limit = rows.get("ceiling", {}).get("steady", 0)
         if limit:
             axis.axvline(limit, color="black", linestyle="--", linewidth=1)
             label = f"limit of the cores \n{limit:,.0f} "

@@ -188,29 +188,22 @@ def measure(name: str, work: Work, only_first: bool = False) -> dict[str, float]
         return figures(json.loads(result.read_text()), cost, work.batch)
 
 
-def ceiling(work: Work, mode: Any, seconds: float) -> float:
+def ceiling(work: Work, seconds: float) -> float:
     """Images/s of decode and transform alone."""
     from raypipe.commands import bench
     from raypipe.config import PoolConfig, TransformConfig
 
-    config = TransformConfig(train=work.transform, size=work.size, crop_decode=mode)
+    config = TransformConfig(train=work.transform, size=work.size)
     pool = PoolConfig(min_actors=work.workers, max_actors=work.workers)
     store = open_store(work.folder / "train.lmdb")
     return bench.ceiling(store, config, pool, work.batch, seconds)["images_per_s"]
 
 
-def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
-    """Modes of `crop_decode` for the ceiling, and loaders: one of raypipe's where all modes are the same."""
-    if work.transform == "flip-crop":  # it has no crop to decode by itself
-        return ["exact"], [
-            name
-            for name in names
-            if "crop_decode" not in name and "seekable" not in name
-        ]
-    return [
-        "exact",
-        *["off"] * ("raypipe, crop_decode=off" in names),
-    ], names
+def loaders_of(work: Work, names: list[str]) -> list[str]:
+    """The loaders that differ in a case: flip-crop has no crop to decode by itself."""
+    if work.transform != "flip-crop":
+        return names
+    return [name for name in names if "seekable" not in name]
 
 
 def measure_all(
@@ -220,23 +213,22 @@ def measure_all(
     seconds: float,
     only_first: bool = False,
 ) -> dict[str, Any]:
-    """Runs of each case: {case: {loader or "ceiling, MODE": {figure: [one of each repeat]} or {"error": why}}}."""
+    """Runs of each case: {case: {loader or "ceiling": {figure: [one of each repeat]} or {"error": why}}}."""
     results: dict[str, Any] = {case: {} for case in cases}
     with Progress() as progress:
         task = progress.add_task(
             "",
-            total=repeats * sum(len(variants(w, names)[1]) + 1 for w in cases.values()),
+            total=repeats * sum(len(loaders_of(w, names)) + 1 for w in cases.values()),
         )
         for _ in range(repeats):
             for case, work in cases.items():
                 rows = results[case]
-                modes, loaders = variants(work, names)
                 progress.update(task, description=f"{case}: ceiling")
-                for mode in [] if only_first else modes:
-                    row = rows.setdefault(f"ceiling, {mode}", {"steady": []})
-                    row["steady"].append(ceiling(work, mode, seconds))
+                if not only_first:
+                    row = rows.setdefault("ceiling", {"steady": []})
+                    row["steady"].append(ceiling(work, seconds))
                 progress.advance(task)
-                for name in loaders:
+                for name in loaders_of(work, names):
                     progress.update(task, description=f"{case}: {name}")
                     row = rows.setdefault(name, {})
                     if "error" not in row:

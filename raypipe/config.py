@@ -13,8 +13,6 @@ from raypipe.importing import import_name
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
-CropDecode = Literal["off", "exact"]
-
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
@@ -378,7 +376,6 @@ class TransformConfig(Section, prefix="transform."):
             device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
-        crop_decode: "exact": decode only the crop of a JPEG; "off": decode the whole image; with the same pixels.
         strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
             augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
             crop is a central one.
@@ -407,7 +404,6 @@ class TransformConfig(Section, prefix="transform."):
     size: Side | dict[int, Side] = 224
     decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
-    crop_decode: CropDecode = "exact"
     strength: Share | tuple[Share, ...] = 1.0
     apply_exif: bool = False
     mask_column: str = ""

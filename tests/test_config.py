@@ -69,7 +69,7 @@ BAD: list[tuple[type, str, Any]] = [
 BAD_CHOICES: list[tuple[type, str, str]] = [
     (PlanConfig, "shuffle", "globl"),
     (PlanConfig, "epoch_samples", "long"),
-    (TransformConfig, "crop_decode", "scaled"),
+    (TransformConfig, "decode", "gpu"),
     (PoolConfig, "reader", "reader"),
     (TrainConfig, "optimizer", "adam"),
     (TrainConfig, "use_gpu", "maybe"),

@@ -187,9 +187,6 @@ def test_fast_decode(store: Path) -> None:
         left = (whole.shape[1] - 16) // 2
         cropped = whole[top : top + 16, left : left + 16]
         assert np.array_equal(image.permute(1, 2, 0), cropped)
-    light = raypipe.TransformConfig(train="light", size=16)
-    uncropped = spec_of(store, transform=replace(light, crop_decode="off"))
-    assert_equal(batches_of(spec_of(store, transform=light)), batches_of(uncropped))
 
 
 def test_decode_once(store: Path, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import ast
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -25,8 +25,6 @@ from watched import lines, planned
 import raypipe
 from raypipe.plan.places import CURSOR_FILE, Cursor
 from raypipe.stores import digits_stores, open_writer
-
-from recorded_runs import make_run  # isort: skip
 
 # What a newcomer puts around the README's lines, and in place of some of them.
 BEFORE = """
@@ -268,54 +266,28 @@ def test_training_on_attacked_images_makes_a_model_robust() -> None:
     assert robust[True] > robust[False] + 0.1, robust
 
 
-def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page's functions, with what they call of wandb, mlflow and omegaconf in their place."""
-    logged: list[tuple[str, dict[str, Any], int]] = []
-
-    def log(where: str, metrics: dict[str, Any], step: int) -> None:
-        logged.append((where, metrics, step))
-
-    wandb = SimpleNamespace(
-        run=None, init=lambda **_: SimpleNamespace(log=partial(log, "wandb"))
-    )
-    mlflow = SimpleNamespace(
-        set_experiment=lambda _: None, log_metrics=partial(log, "mlflow")
-    )
-    plain = SimpleNamespace(
-        OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config)
-    )
-    for name, module in {"wandb": wandb, "mlflow": mlflow, "omegaconf": plain}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+def test_metrics_reach_the_functions_of_the_page() -> None:
+    """Of rank 0 alone; and Hydra's settings make a stream."""
+    logged: list[tuple[dict[str, Any], int]] = []
+    log = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    modules = {
+        "wandb": SimpleNamespace(run=None, init=lambda **_: log),
+        "omegaconf": SimpleNamespace(
+            OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config)
+        ),
+    }
     names: dict[str, Any] = {"Path": Path, "raypipe": raypipe}
     page = blocks("python", ROOT / "docs" / "training-loop.md")
-    for name in ("log_to_wandb", "send_run", "stream_of"):
-        (code,) = (code for code in page if f"def {name}(" in code)
-        exec(compile(code, "training-loop.md", "exec"), names)
-    for rank in range(2):
-        for kind in ("wandb", "mlflow"):
-            names[f"log_to_{kind}"](
-                SimpleNamespace(rank=rank, global_step=8), {"accuracy": 0.5}
-            )
-    assert logged == [("wandb", {"accuracy": 0.5}, 8), ("mlflow", {"accuracy": 0.5}, 8)]
-    folder = make_run(tmp_path / "run")
-    logged.clear()
-    names["send_run"](folder, mlflow.log_metrics)
-    assert {name.partition("_")[0] for _, metrics, _ in logged for name in metrics} == {
-        "train",
-        "val",
-    }
-    assert all(
-        isinstance(value, int | float)
-        for _, metrics, _ in logged
-        for value in metrics.values()
-    )
-    assert [step for *_, step in logged] == sorted(step for *_, step in logged)
     train, val = digits_stores()
-    spec = names["stream_of"](
-        {"train": train, "val": val, "plan": {"epochs": 3, "micro_batch_size": 16}}
-    )
+    with mock.patch.dict(sys.modules, modules):
+        for name in ("log_to_wandb", "stream_of"):
+            (code,) = (code for code in page if f"def {name}(" in code)
+            exec(compile(code, "training-loop.md", "exec"), names)
+        for rank in range(2):
+            at = SimpleNamespace(rank=rank, global_step=8)
+            names["log_to_wandb"](at, {"accuracy": 0.5})
+        spec = names["stream_of"]({"train": train, "val": val, "plan": {"epochs": 3}})
+    assert logged == [({"accuracy": 0.5}, 8)]
     assert spec.plan.num_val == 360 and spec.plan.config.epochs == 3
 
 

@@ -27,8 +27,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode.array import as_rgb
-from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.array import as_rgb, decoder_of
 from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import (

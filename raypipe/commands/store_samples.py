@@ -22,7 +22,7 @@ from raypipe.commands.copies import (
 from raypipe.errors import StoreError
 from raypipe.stores.base import NAME, Columns, Store
 from raypipe.stores.plain_columns import column_types
-from raypipe.stores.scan import scan
+from raypipe.stores.scan import mean_image_bytes, scan
 
 
 class StoreSamples:
@@ -51,7 +51,8 @@ class StoreSamples:
     ) -> Iterator[tuple[int, StoreRows]]:
         store = self._store
         if not shards:
-            shards = num_shards(len(store), _estimated_bytes(store), num_cpus)
+            num_bytes = len(store) * mean_image_bytes(store)
+            shards = num_shards(len(store), num_bytes, num_cpus)
         bounds = np.linspace(0, len(store), min(len(store), shards) + 1).astype(int)
         for first, stop in itertools.pairwise(bounds.tolist()):
             yield first, StoreRows(store, first, stop, settings)
@@ -71,14 +72,6 @@ class StoreRows:
         names = [name for name in settings.columns if name not in settings.sized]
         for sample in samples_in(self.store, names, self.first, self.stop):
             yield make(sample, settings)
-
-
-def _estimated_bytes(store: Store) -> int:
-    """Return about how many bytes the images of a store have."""
-    sample = np.linspace(0, len(store) - 1, min(64, len(store))).astype(int)
-    images = store.read(sample, ("image",))["image"]
-    total = sum(len(image or b"") for image in images)
-    return total * len(store) // len(sample)
 
 
 def _with_later(store: Store, first: Columns) -> dict[str, Any]:

@@ -12,7 +12,7 @@ clips (VideoSequential, 3D)        refused: a stream has images
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,14 @@ from raypipe.errors import ConfigError
 from raypipe.transform.fields import LABEL
 
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
-# They warp images without a matrix, so Kornia leaves boxes and keypoints behind. The first moves masks.
-_WARPS = ("RandomElasticTransform", "RandomThinPlateSpline", "RandomFisheye")
+# Targets that operations without a matrix move with the image; Kornia leaves the others behind.
+_MOVED: Mapping[str, tuple[str, ...]] = {
+    "RandomElasticTransform": ("mask",),
+    "RandomThinPlateSpline": (),
+    "RandomFisheye": (),
+    "RandomJigsaw": (),
+    "RandomMosaic": ("boxes",),
+}
 
 
 def kornia_class(module: Any, *names: str) -> bool:
@@ -119,33 +125,21 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
 
 def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> None:
     """Check an operation that gets the image and these targets."""
-    name = _name(operation)
-    moved = [key for key in keys if key != LABEL]
-    if kornia_class(operation, *_WARPS):
-        moved = [
-            key for key in moved if key != "mask" or name != "RandomElasticTransform"
-        ]
-        for key in moved:
+    targets = [key for key in keys if key != LABEL]
+    for name, moved in _MOVED.items():
+        behind = [target for target in targets if target not in moved]
+        if behind and kornia_class(operation, name):
             raise ConfigError(
-                f"augment.module: Kornia's {name} moves no {key}: leave it out, or warp in transform.train"
+                f"augment.module: Kornia's {name} moves no {behind[0]}: leave it out, or move images in "
+                "transform.train"
             )
-    elif kornia_class(operation, "RandomMosaic"):
-        for key in ("mask", "keypoints"):
-            if key in moved:
-                raise ConfigError(
-                    f"augment.module: Kornia's RandomMosaic moves boxes, and no {key}: leave it out"
-                )
-        if has_label and "boxes" not in moved:
-            raise ConfigError(
-                "augment.module: RandomMosaic makes an image of several, which have several targets: it needs "
-                "boxes (transform.boxes_column, and 'bbox_xyxy' in data_keys), or a stream without a target "
-                "(target_column=None)"
-            )
-    elif kornia_class(operation, "RandomJigsaw") and moved:
+    if kornia_class(operation, "RandomMosaic") and has_label and "boxes" not in targets:
         raise ConfigError(
-            f"augment.module: Kornia's RandomJigsaw moves no {moved[0]}: leave it out"
+            "augment.module: RandomMosaic makes an image of several, which have several targets: it needs boxes "
+            "(transform.boxes_column, and 'bbox_xyxy' in data_keys), or a stream without a target "
+            "(target_column=None)"
         )
-    elif kornia_class(operation, "RandomTransplantation") and "mask" not in moved:
+    if kornia_class(operation, "RandomTransplantation") and "mask" not in targets:
         raise ConfigError(
             "augment.module: RandomTransplantation needs a mask: set transform.mask_column, and put it into "
             "K.AugmentationSequential(…, data_keys=['input', 'mask'])"
@@ -195,11 +189,8 @@ def _operations(module: nn.Module) -> Iterator[Any]:
 
 def _moves(operation: Any) -> bool:
     """Return whether an operation of Kornia's moves or erases pixels."""
-    is_intensity = (
-        kornia_class(operation, "IntensityAugmentationBase2D")
-        and _name(operation) != "RandomErasing"
-    )
-    return not is_intensity
+    is_of_color = kornia_class(operation, "IntensityAugmentationBase2D")
+    return not is_of_color or _name(operation) == "RandomErasing"
 
 
 def _name(module: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,14 +32,12 @@ class ColorJitter(Step):
 
     ops = (Op.JITTER,)
     num_uniforms = 5
-
-    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        factors = {
-            name: getattr(self, name)
-            for name in ("brightness", "contrast", "saturation")
-        }
-        weaker = {name: toward(1, limits, strength) for name, limits in factors.items()}
-        return {**weaker, "hue": toward(0, self.hue, strength)}
+    neutral: ClassVar[Mapping[str, float]] = {
+        "brightness": 1,
+        "contrast": 1,
+        "saturation": 1,
+        "hue": 0,
+    }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         factors = [
@@ -78,9 +77,7 @@ class Solarize(Step):
 
     ops = (Op.TABLE,)
     num_uniforms = 1
-
-    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        return {"threshold_range": toward(1, self.threshold_range, strength)}
+    neutral: ClassVar[Mapping[str, float]] = {"threshold_range": 1}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         thresholds = np.ceil(between(u[:, 0], self.threshold_range) * 255).astype(

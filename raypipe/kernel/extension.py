@@ -11,6 +11,7 @@ extension it rejects all images.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from raypipe.kernel import native
 from raypipe.kernel.ops import Op
+
+INTERFACE_VERSION = 8
+"""Version of the extension's interface that this program calls; the same as in csrc/kernel.c."""
 
 EXTRA_COLUMNS = 39
 """Of `decode_crop`: it decodes 4 more on each side, and begins at a block's edge, up to 31 before."""
@@ -87,8 +90,12 @@ def available() -> bool:
 @functools.cache
 def why_no_kernel() -> str:
     """Return why the kernel is not used; empty = it is."""
-    if reason := native.why_missing():
-        return reason
+    try:
+        version = _extension().INTERFACE_VERSION
+    except ImportError as error:
+        return f"not built, or its libjpeg-turbo is missing ({error})"
+    if version != INTERFACE_VERSION:
+        return f"built from another version of raypipe ({version}, not {INTERFACE_VERSION})"
     if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
         return "its libjpeg-turbo gives other pixels than simplejpeg's"
     if _resizes_alike():
@@ -111,9 +118,7 @@ def decode_crop(*arguments: Any) -> int:
 
 
 def _extension() -> ModuleType:
-    module = native.module()
-    assert module is not None, "why_no_kernel says so"
-    return module
+    return importlib.import_module("_raypipe_kernel")
 
 
 def _decodes_alike(sampling: str) -> bool:
@@ -122,7 +127,7 @@ def _decodes_alike(sampling: str) -> bool:
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
     try:
         seekable = to_seekable(data)
-    except Exception:
+    except ValueError:
         return False
     whole = simplejpeg.decode_jpeg(data, "RGB")
     top = 23
@@ -134,7 +139,7 @@ def _decodes_alike(sampling: str) -> bool:
     for file in (data, seekable):
         try:
             first = decode_crop(file, *box, True, pixels, width + EXTRA_COLUMNS)
-        except Exception:
+        except ValueError:
             return False
         crop = pixels[:, first : first + width]
         if not np.array_equal(crop, whole[top : top + height, left : left + width]):

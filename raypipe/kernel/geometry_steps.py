@@ -264,6 +264,13 @@ class Affine(_Bordered):
 
     ops = (Op.AFFINE,)
     num_uniforms = 7
+    neutral: ClassVar[Mapping[str, float]] = {
+        "scale": 1,
+        "translate_percent": 0,
+        "translate_px": 0,
+        "rotate": 0,
+        "shear": 0,
+    }
     supported: ClassVar[Supported] = {
         **_Bordered.supported,
         "interpolation": (NEAREST, LINEAR),
@@ -272,16 +279,6 @@ class Affine(_Bordered):
         "mask_interpolation": (NEAREST,),
         "rotate_method": ("largest_box",),
     }
-
-    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        weaker = {
-            name: toward(0, getattr(self, name), strength)
-            for name in ("translate_px", "rotate", "shear")
-        }
-        weaker["scale"] = toward(1, self.scale, strength)
-        if self.translate_percent is not None:
-            weaker["translate_percent"] = toward(0, self.translate_percent, strength)
-        return weaker
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         linear = self._scaled_turned_sheared(u[:, :5])

@@ -32,6 +32,7 @@ class Step:
         ops: its operations.
         num_uniforms: number of draws for a sample, besides one for its probability.
         supported: values of arguments that are, by name; others may have any.
+        neutral: the number that has no effect, of each range of a magnitude, by name.
     """
 
     p: float = 1.0
@@ -39,6 +40,7 @@ class Step:
     ops: ClassVar[tuple[Op, ...]]
     num_uniforms: ClassVar[int] = 0
     supported: ClassVar[Supported] = {}
+    neutral: ClassVar[Mapping[str, float]] = {}
 
     @property
     def is_known(self) -> bool:
@@ -75,7 +77,11 @@ class Step:
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
         """The fields that change, by name."""
-        return {}
+        return {
+            name: toward(number, getattr(self, name), strength)
+            for name, number in self.neutral.items()
+            if getattr(self, name) is not None
+        }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         """Draw parameters for B samples, as if it applied to all.

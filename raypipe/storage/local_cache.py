@@ -31,8 +31,8 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raypipe.environment import variable
-from raypipe.errors import ConfigError, StoreError
+from raypipe.environment import byte_limit
+from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
 from raypipe.storage.download import download, read_pieces
 from raypipe.storage.files import RemoteFile
@@ -116,18 +116,14 @@ def shared_cache() -> LocalCache:
 
 
 def _make_cache() -> LocalCache:
-    text = variable("RAYPIPE_CACHE_BYTES") or "0"
-    if not text.isdecimal():
-        raise ConfigError(
-            f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}"
-        )
+    limit_bytes = byte_limit("RAYPIPE_CACHE_BYTES") or 0
     try:
         folder = make_cache_folder("shards")
     except OSError as error:
         raise StoreError(
             f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
         ) from error
-    return LocalCache(folder, int(text))
+    return LocalCache(folder, limit_bytes)
 
 
 class LocalCache:
@@ -140,7 +136,7 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
-        self._room = Room(folder, limit_bytes, _DISK_SHARE)
+        self._room = Room(folder, limit_bytes or None, _DISK_SHARE)
         self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()

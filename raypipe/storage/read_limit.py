@@ -6,8 +6,8 @@ about to read at once, before it allocates memory: a row group, a record, a shar
 
 from __future__ import annotations
 
-from raypipe.environment import variable
-from raypipe.errors import ConfigError, StoreError
+from raypipe.environment import byte_limit
+from raypipe.errors import StoreError
 
 DEFAULT_BYTES = 1 << 29
 """The limit unless RAYPIPE_READ_BYTES is set. Images hardly compress, so a read may also take `GROWTH` times its
@@ -41,7 +41,6 @@ def check_read(
 
 def read_limit(stored_bytes: int = 0) -> int:
     """Return the most bytes that a read may take, of such a size in its file."""
-    text = variable(_VARIABLE) or str(DEFAULT_BYTES)
-    if not text.isdecimal():
-        raise ConfigError(f"{_VARIABLE} must be a whole number of bytes, got {text!r}")
-    return max(int(text), min(GROWTH * stored_bytes, MOST_GROWN_BYTES))
+    limit = byte_limit(_VARIABLE)
+    least = DEFAULT_BYTES if limit is None else limit
+    return max(least, min(GROWTH * stored_bytes, MOST_GROWN_BYTES))

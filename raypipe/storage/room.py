@@ -35,11 +35,11 @@ class Room:
 
     Args:
         folder: it may not exist yet.
-        limit_bytes: limit of all files; 0 = a share of the free space.
+        limit_bytes: limit of all files; None = a share of the free space.
         share: see above.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, share: float) -> None:
+    def __init__(self, folder: Path, limit_bytes: int | None, share: float) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._share = share
@@ -67,7 +67,7 @@ class Room:
             is_counted = text.isdecimal() and not is_exact
             used = int(text) if is_counted else self._count()
             limit = self._limit_bytes
-            if not limit:
+            if limit is None:
                 limit = int(self._share * (shutil.disk_usage(self._folder).free + used))
             if num_bytes > limit:
                 raise TooLargeError(limit)

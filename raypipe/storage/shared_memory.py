@@ -1,6 +1,6 @@
 """Files in the node's memory: each is made once, mapped by all processes that use it, and removed after the last.
 
-    /dev/shm/raypipe-UID/KEY      8 bytes, the number that its maker gave it, 0 until it is whole; then its content
+    /dev/shm/raypipe-UID/KEY      its content; modified at time 0 once it is whole
     /dev/shm/raypipe-UID/.lock    held for a moment, while a file is looked for, given room, or removed
 
 The maker of a file holds an exclusive flock on it, and each user a shared one, so a process that is killed leaves
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from raypipe.environment import variable
+from raypipe.environment import byte_limit
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.storage.local_file import (
     cache_folder,
@@ -32,7 +32,7 @@ from raypipe.storage.local_file import (
 )
 from raypipe.storage.retries import report_progress
 
-HEAD_BYTES = 8
+_WHOLE_NS = 0
 _MEMORY = Path("/dev/shm")
 _IN_CACHE = "memory"  # where there is no such folder
 _LOCK = ".lock"
@@ -46,22 +46,20 @@ class SharedFile:
 
     Attributes:
         content: the file, read-only. Views of it stay valid.
-        number: what its maker has returned.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
         memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         self.content = memoryview(memory)
-        self.number = int.from_bytes(self.content[:HEAD_BYTES], "little")
         weakref.finalize(self, _leave, descriptor, path, os.getpid())
 
 
-def open_shared(key: str, make: Callable[[BinaryIO], int]) -> SharedFile:
+def open_shared(key: str, make: Callable[[BinaryIO], object]) -> SharedFile:
     """Return the node's file of a key.
 
     Args:
         key: a file's name, equal for equal contents.
-        make: writes the content where no process has the file, after `reserve`; returns a number above 0.
+        make: writes the content where no process has the file, after `reserve`.
 
     Raises:
         ConfigError: the folder cannot be used; or what `make` raises.
@@ -146,15 +144,14 @@ def _remove_unused(folder: Path, kept: str = "") -> None:
             _leave(descriptor, path, os.getpid())
 
 
-def _write(descriptor: int, path: Path, make: Callable[[BinaryIO], int]) -> None:
+def _write(descriptor: int, path: Path, make: Callable[[BinaryIO], object]) -> None:
     """Write a file whose exclusive lock this process has, and share it."""
     try:
         os.truncate(descriptor, 0)
         with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(bytes(HEAD_BYTES))
-            number = make(file)
+            make(file)
             file.truncate()
-        os.pwrite(descriptor, number.to_bytes(HEAD_BYTES, "little"), 0)
+        os.utime(descriptor, ns=(_WHOLE_NS, _WHOLE_NS))
         with locked(path.parent / _LOCK):
             fcntl.flock(descriptor, fcntl.LOCK_SH)
     except BaseException as error:
@@ -166,7 +163,7 @@ def _write(descriptor: int, path: Path, make: Callable[[BinaryIO], int]) -> None
 
 
 def _is_whole(descriptor: int) -> bool:
-    return any(os.pread(descriptor, HEAD_BYTES, 0))
+    return os.fstat(descriptor).st_mtime_ns == _WHOLE_NS
 
 
 def _is_whole_soon(descriptor: int) -> bool:
@@ -190,13 +187,9 @@ def _leave(descriptor: int, path: Path, pid: int) -> None:
 
 def _limit_bytes(used: int) -> int:
     """Return the limit of all files of this node: the variable, or half of the memory that is free or theirs."""
-    text = variable("RAYPIPE_MEMORY_BYTES")
-    if text:
-        if not text.isdecimal():
-            raise ConfigError(
-                f"RAYPIPE_MEMORY_BYTES must be a whole number of bytes, got {text!r}"
-            )
-        return int(text)
+    limit = byte_limit("RAYPIPE_MEMORY_BYTES")
+    if limit is not None:
+        return limit
     free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -17,11 +17,10 @@ old one:
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pyarrow.fs
 
@@ -184,18 +183,10 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         listed = ", ".join(
             f"{split} ({len(files)})" for split, files in sorted(splits.items())
         )
-        split, files = max(splits.items())
-        if len(files) == 1:
-            example = files[0]
-        else:
-            start = _common_start(files).rstrip("0123456789-_.")
-            end = _common_start([name[::-1] for name in files])[::-1]
-            if start:
-                end = PurePosixPath(f"x{end}").suffix
-            example = f"{start}*{end}, in quotes"
+        example = max(splits.items())[1][0]
         raise StoreError(
             f"{address} has files of several splits: {listed}. A store is one split: choose it, such as "
-            f"{address.rstrip('/')}/{example}"
+            f"{address.rstrip('/')}/{example}, or a pattern of its files, in quotes"
         )
     for split, files in splits.items():
         parts = [match for name in files if (match := PART_OF.match(name))]
@@ -206,13 +197,6 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
             )
 
 
-def _common_start(names: Iterable[str]) -> str:
-    """Return the letters that names begin with, all of them."""
-    columns = zip(*names, strict=False)
-    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, columns)
-    return "".join(letters[0] for letters in alike)
-
-
 def _of_manifest(where: str) -> list[RemoteFile]:
     try:
         content = read_json(where)
@@ -220,20 +204,18 @@ def _of_manifest(where: str) -> list[RemoteFile]:
             raise StoreError(
                 f"{where} has version {content['version']}; this raypipe reads version {MANIFEST_VERSION}"
             )
-        # at least one, or LookupError
-        shards = [
-            content["shards"][0],
-            *content["shards"][1:],
-        ]
         folder, _ = split_address(where)
-        return [
+        files = [
             RemoteFile(
                 join_address(folder, str(shard["name"])),
                 int(shard["num_bytes"]),
                 digest=str(shard["digest"]),
             )
-            for shard in shards
+            for shard in content["shards"]
         ]
+        if not files:
+            raise ValueError("it names no shard")
+        return files
     except ConfigError as error:
         raise StoreError(str(error)) from error
     except (LookupError, TypeError, ValueError) as error:

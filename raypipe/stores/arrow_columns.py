@@ -51,17 +51,14 @@ class TableColumns:
                 not schema.equals(first)
                 or class_names(schema, target_column) != self.classes
             ):
-                lines = [
-                    set(compared.remove_metadata().to_string().split("\n"))
-                    for compared in (schema, first)
-                ]
-                differing = (
-                    ", ".join(sorted(lines[0] ^ lines[1]))
-                    or "the order of columns, or class names"
+                differing = ", ".join(
+                    f"{field.name}: {field.type}"
+                    for field in schema
+                    if field not in list(first)
                 )
                 raise StoreError(
-                    f"{path} and {first_path} differ in schema or classes ({differing:.300}): a store needs one "
-                    "schema"
+                    f"{path} and {first_path} differ in schema or classes "
+                    f"({differing or 'the order of columns, or class names':.300}): a store needs one schema"
                 )
         self.fields = _columns_of(first_path, first, image_column, target_column)
         self.leaves: dict[str, str] = {}
@@ -224,17 +221,11 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
     if pa.types.is_dictionary(images.type):
         # decoded, it might take far more memory than the file
         return _dictionary_taker(images)
-    if pa.types.is_binary_view(images.type) or pa.types.is_fixed_size_binary(
-        images.type
-    ):
-        images = images.cast(pa.large_binary())
+    images = images.cast(pa.large_binary())  # of bytes with offsets, none are copied
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
-    dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
     # An array without rows may have no buffers.
-    offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[
-        images.offset :
-    ]
+    offsets = np.frombuffer(offset_buffer or bytes(8), np.int64)[images.offset :]
     is_null = np.asarray(images.is_null()) if images.null_count else None
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
@@ -251,17 +242,12 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
 def _dictionary_taker(
     images: pa.DictionaryArray,
 ) -> Callable[[np.ndarray], list[memoryview | None]]:
-    is_null = np.asarray(images.indices.is_null())
-    places = images.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
     take_value = image_taker(images.dictionary)
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
-        views: list[memoryview | None] = [None] * len(rows)
-        positions = np.flatnonzero(~is_null[rows])
-        for position, view in zip(
-            positions.tolist(), take_value(places[rows[positions]]), strict=True
-        ):
-            views[position] = view
-        return views
+        of_rows = places[rows]
+        values = iter(take_value(of_rows[of_rows >= 0]))
+        return [next(values) if place >= 0 else None for place in of_rows.tolist()]
 
     return take

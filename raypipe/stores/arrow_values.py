@@ -98,7 +98,6 @@ def to_arrow(numbers: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array
     Args:
         is_null: bool (n,), which of them have no value; None = all have one.
     """
-    num = len(numbers)
     shape = numbers.shape[1:]
     kind = array_type(numbers.dtype.newbyteorder("="), shape)
     if is_null is not None and not is_null.any():
@@ -106,15 +105,7 @@ def to_arrow(numbers: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array
     if not shape:
         return pa.array(numbers, kind, mask=is_null)
     if not math.prod(shape):
-        nothing = [
-            None if null else value
-            for value, null in zip(
-                numbers.tolist(),
-                np.zeros(num, bool) if is_null is None else is_null,
-                strict=True,
-            )
-        ]
-        return pa.array(nothing, kind)
+        return pa.array(numbers.tolist(), kind, mask=is_null)
     values = to_arrow(numbers.reshape(-1))
     for size in reversed(shape[1:]):
         values = pa.FixedSizeListArray.from_arrays(values, size)

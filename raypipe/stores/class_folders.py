@@ -95,18 +95,16 @@ class Doubts(NamedTuple):
 
     Attributes:
         splits: folders that are splits.
-        folders: why folders are not classes, in words.
+        reasons: what shows that the folders are not classes, in words.
         others: files and folders that are not read, and that may have labels.
-        of_images: other files that belong to images by their names.
     """
 
     splits: list[str]
-    folders: str
+    reasons: list[str]
     others: list[str]
-    of_images: list[str]
 
 
-NO_DOUBTS = Doubts([], "", [], [])
+NO_DOUBTS = Doubts([], [], [])
 
 
 class Layout(NamedTuple):
@@ -120,7 +118,6 @@ class Layout(NamedTuple):
         doubts: why they may not be classes.
         has_images: False if the samples are arrays.
         flat: images that are in no folder.
-        has_tars: whether there are tars next to the folders.
     """
 
     root: str
@@ -130,7 +127,6 @@ class Layout(NamedTuple):
     doubts: Doubts
     has_images: bool
     flat: list[TreeSample]
-    has_tars: bool
 
 
 def suffix_of(name: str) -> str:
@@ -177,7 +173,6 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     """
     root = ""
     flat, names, num_hidden, others = _top(trees, root)
-    has_tars = any(suffix_of(name) == ".tar" for name in others)
     by_class = {name: _files(trees, name, where) for name in sorted(names)}
     for folder in _folders_around(trees, by_class):
         siblings = (join(root, name) for name in sorted(names))
@@ -210,7 +205,6 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
         doubts=_doubts_of(root, by_class, others),
         has_images=has_images,
         flat=sorted(flat),
-        has_tars=has_tars,
     )
 
 
@@ -374,11 +368,15 @@ def _doubts_of(root: str, by_class: Mapping[str, _Files], others: list[str]) -> 
     elif all(map(_numbers_images, holding, holding.values())):
         listed = ", ".join(holding)
         reasons.append(f"the folders {listed:.300}, which number their images")
+    if of_images := sorted(path for files in every for path in files.of_images):
+        reasons.append(
+            f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
+            "store.target_column is then their suffix)"
+        )
     return Doubts(
         next(filter(None, splits), []),
-        next(filter(None, reasons), ""),
+        list(filter(None, reasons)),
         [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])],
-        sorted(path for files in every for path in files.of_images),
     )
 
 
@@ -451,25 +449,17 @@ def check_classes(
         The class that all samples have, empty if there are several; and the files that are not read.
     """
     others = [name for doubt in doubts for name in doubt.others]
-    of_images = sorted(name for doubt in doubts for name in doubt.of_images)
     holding = [name for name, num in num_by_class.items() if num]
     told = holding[0] if len(holding) == 1 else "", others
     if target_column == BY_FOLDER:
         return told
     for splits in (*(doubt.splits for doubt in doubts), splits_in(num_by_class)):
         refuse_splits(where, splits)
-    folders = next(filter(None, (doubt.folders for doubt in doubts)), "")
     if not target_column:
         return told
-    if folders:
+    for reason in (reason for doubt in doubts for reason in doubt.reasons):
         raise StoreError(
-            f"{where} has {folders}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
-        )
-    if of_images:
-        suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
-        raise StoreError(
-            f"{where}: {_first_of(of_images)} belong to images by their names, and may be the labels. Set "
-            f"{_TAKE_FOLDERS}, or, in a tar, to the labels' suffix ({suffixes:.100})"
+            f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
         )
     if others and len(holding) == 1:
         raise StoreError(

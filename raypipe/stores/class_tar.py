@@ -122,8 +122,7 @@ def _index_files(
     if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
         # together their samples are in other folders
         layout = find_classes(list(map(_tree_of, scans)), names[0])
-        doubts = [doubt._replace(splits=[], folders="") for doubt in doubts]
-        doubts.append(layout.doubts)
+        doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
         left_out += layout.left_out
         views = _views(layout)
         abouts = [view["about"] for view in views]
@@ -132,16 +131,19 @@ def _index_files(
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
     told = check_classes(names[0], target_column, doubts, num_by_class)
     classes = tuple(sorted(num_by_class))
-    columns = {
-        "image": np.concatenate([view["places"][""] for view in views]),
-        "label": np.concatenate([_labels_of(about, classes) for about in abouts]),
-    }
-    keys = [view["keys"] for view in views]
+    labels = [_labels_of(about, classes) for about in abouts]
     are_plain = [about["is_plain"] for about in abouts]
-    is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
+    with_samples = np.unique(np.concatenate(labels))
+    is_known = all(are_plain) and len(with_samples) == len(classes)
+    indexed = index_samples(
+        names,
+        [
+            {**view, "labels": numbers.tolist(), "left_out": {}}
+            for view, numbers in zip(views, labels, strict=True)
+        ],
+    )
     facts = "" if is_known else hash_of_facts((classes, are_plain))
-    nums = list(map(len, keys))
-    return Indexed(columns, classes, nums, keys, left_out, facts, told)
+    return indexed._replace(classes=classes, left_out=left_out, facts=facts, told=told)
 
 
 def _labels_of(about: dict[str, Any], classes: tuple[str, ...]) -> np.ndarray:

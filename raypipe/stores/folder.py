@@ -125,13 +125,10 @@ def _nothing(address: str, layout: Layout) -> str:
             "store.target_column to '' to read them without labels"
         )
     content = f"; it has {words_of(layout.left_out)}" if layout.left_out else ""
-    if layout.has_tars:
-        tars = f". A store in its tars is {address}/*.tar, in quotes"
-    else:
-        tars = ""
     return (
         f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
-        f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{content}{tars}"
+        f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{content}. "
+        f"A store in tars is {address}/*.tar, in quotes"
     )
 
 

@@ -1,7 +1,8 @@
 """A store whose samples are in a file of the node's memory, made once by the first process that streams it.
 
-    number of bytes before the table | images, end to end | Arrow's stream of one table: the other columns, and
-                                                            the size of each image
+    images, end to end | Arrow's stream of one table: the other columns, and the size of each image | 8 bytes
+
+The last bytes are the number of those before the table.
 
 The whole store is copied before the first sample is read, so a limit that it exceeds is found at once.
 """
@@ -18,11 +19,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.retries import in_threads, report_progress
-from raypipe.storage.shared_memory import (
-    HEAD_BYTES,
-    open_shared,
-    reserve,
-)
+from raypipe.storage.shared_memory import open_shared, reserve
 from raypipe.stores.arrow_values import take
 from raypipe.stores.base import (
     Columns,
@@ -41,6 +38,7 @@ _LAYOUT = 1
 _NUM_COPIED = 256  # samples at a time
 _NUM_THREADS = 4  # read a store without groups, such as a folder of images
 _ALIGNED = 64
+_TAIL_BYTES = 8
 # A column of the table besides the store's: bytes of the image, -1 for no value, which then ends before it begins.
 _SIZE = "image.size"
 
@@ -133,14 +131,16 @@ class _Copy:
     def __init__(self, store: Store, key: str) -> None:
         self.key = key
         self._file = open_shared(key, functools.partial(_write, store))
-        stream = pa.py_buffer(self._file.content[self._file.number :])
+        content = self._file.content
+        start = int.from_bytes(content[-_TAIL_BYTES:], "little")
+        stream = pa.py_buffer(content[start:])
         self._table = pa.ipc.open_stream(stream).read_all()
         if len(self._table) != len(store):
             raise StoreError(
                 f"{store.address}: its copy in memory has {len(self._table)} samples, and it has {len(store)}"
             )
         sizes = self._table[_SIZE].to_numpy()
-        self._ends = HEAD_BYTES + np.cumsum(np.maximum(sizes, 0))
+        self._ends = np.cumsum(np.maximum(sizes, 0))
         self._starts = self._ends - sizes
 
     def read(self, rows: np.ndarray, columns: tuple[str, ...]) -> Columns:
@@ -163,8 +163,8 @@ class _Copy:
 _kept_copies: dict[str, _Copy] = {}
 
 
-def _write(store: Store, file: BinaryIO) -> int:
-    """Write a store into a new file; return where its table begins."""
+def _write(store: Store, file: BinaryIO) -> None:
+    """Write a store into a new file."""
     logger.info("%s is copied into memory, %d samples", store.address, len(store))
     tables = []
     num_copied = 0
@@ -188,7 +188,7 @@ def _write(store: Store, file: BinaryIO) -> int:
     whole = pa.concat_tables(tables).combine_chunks()
     with pa.ipc.new_stream(pa.PythonFile(file), whole.schema) as writer:
         writer.write_table(whole)
-    return start
+    file.write(start.to_bytes(_TAIL_BYTES, "little"))
 
 
 def _read_whole(store: Store) -> Iterator[Columns]:

@@ -29,7 +29,6 @@ from raypipe.stores.base import (
     name_of,
     part_of,
 )
-from raypipe.stores.numbers import InexactError, exactly
 
 # Group size of an ungrouped store that is joined to a grouped one; any size works.
 _GROUP = 1024
@@ -177,30 +176,16 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def _cast_column(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> Any:
     if column.type == kind:
         return column
-    ours = array_of(column.type)
-    common = array_of(kind)
-    if (ours is None) != (common is None):
-        raise StoreError(
-            f"column {name!r} has numbers in one store and other values in another"
-        )
-    if ours is None or common is None:
-        try:
-            return column.cast(kind)
-        except pa.ArrowException:
-            raise StoreError(
-                f"column {name!r} has {column.type} in one store and {kind} in another"
-            ) from None
-    if ours[1] != common[1]:
-        raise StoreError(
-            f"column {name!r} must have arrays of one shape in all stores, got {sorted({ours[1], common[1]})}"
-        )
-    values = to_values(column)
-    if isinstance(values, list):  # some have no value
-        return column.cast(kind)
-    dtype = np.dtype(common[0].to_pandas_dtype())
+    if isinstance(column.type, pa.BaseExtensionType):  # tensors become lists of lists
+        values = to_values(column)
+        if isinstance(values, np.ndarray):
+            column = pa.chunked_array([to_arrow(values)])
     try:
-        return to_arrow(exactly(values, dtype))
-    except InexactError as error:
+        if (array_of(column.type) is None) != (array_of(kind) is None):
+            raise pa.ArrowInvalid("numbers would become texts, or texts numbers")
+        return column.cast(kind)
+    except pa.ArrowException as error:
         raise StoreError(
-            f"column {name!r} as {dtype} has {error}: give it one type in all stores"
+            f"column {name!r} has {column.type} in one store and {kind} in another ({error!s:.200}): give it one "
+            "type, and one shape, in all stores"
         ) from None

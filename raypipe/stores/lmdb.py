@@ -45,7 +45,6 @@ from raypipe.stores.base import (
 )
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
 from raypipe.stores.lmdb_foreign import (
-    CLASS_OF_LSUN,
     DATA_FILE,
     ForeignShards,
     open_foreign,
@@ -143,15 +142,6 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         for name in folders_at(address)
         if DATA_FILE in (names_at(join_address(address, name)) or ())
     )
-    splits = {
-        match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))
-    }
-    if len(splits) > 1:
-        split = max(splits)
-        raise StoreError(
-            f"{address} has LMDBs of several splits: {', '.join(sorted(splits))}. A store is one split: choose "
-            f"it, such as {address.rstrip('/')}/*_{split}_lmdb, in quotes"
-        )
     check_one_split(address, folders)
     if not folders:
         raise StoreError(

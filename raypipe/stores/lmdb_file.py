@@ -249,21 +249,18 @@ class LMDBFile:
         first = self._meta(0, 0)
         # Both must be intact: falling back to the older page would silently show an earlier state.
         second = self._meta(1, first.page_bytes)
-        if second.page_bytes != first.page_bytes:
-            raise ValueError(
-                f"its pages have {first.page_bytes} or {second.page_bytes} bytes"
-            )
         meta = max(first, second, key=lambda meta: meta.transaction)
         if meta.flags:
             raise ValueError(
                 f"its database has the flags {meta.flags:#x}: duplicate, reversed or integer keys"
             )
         is_empty = (meta.root, meta.depth, meta.num_entries) == (_NO_PAGE, 0, 0)
-        if not is_empty and not 1 <= meta.depth <= _MAX_DEPTH:
-            raise ValueError(f"its tree has depth {meta.depth}")
-        if meta.num_entries * _ENTRY_BYTES > self.num_bytes:
+        are_alike = first.page_bytes == second.page_bytes
+        fits = meta.num_entries * _ENTRY_BYTES <= self.num_bytes
+        if not (are_alike and fits and (is_empty or 1 <= meta.depth <= _MAX_DEPTH)):
             raise ValueError(
-                f"it declares {meta.num_entries} entries in {self.num_bytes} bytes"
+                f"pages of {first.page_bytes} and {second.page_bytes} bytes, a tree of depth {meta.depth}, and "
+                f"{meta.num_entries} entries in {self.num_bytes} bytes do not fit each other"
             )
         return meta
 
@@ -272,16 +269,13 @@ class LMDBFile:
         if len(content) < _META_PAGE.size:
             raise ValueError(f"it ends within meta page {number}")
         meta = _Meta._make(_META_PAGE.unpack(content))
-        if (meta.number, meta.kind, meta.magic) != (number, _META, _MAGIC):
+        facts = meta.number, meta.kind, meta.magic, meta.version
+        if facts != (number, _META, _MAGIC, _VERSION) or (
+            meta.page_bytes not in _PAGE_SIZES
+        ):
             raise ValueError(
-                f"page {number} is not a meta page of 64-bit little-endian LMDB"
+                f"page {number} is not a meta page of 64-bit little-endian LMDB of data version {_VERSION}"
             )
-        if meta.version != _VERSION:
-            raise ValueError(
-                f"its data version is {meta.version}; this raypipe reads version {_VERSION}"
-            )
-        if meta.page_bytes not in _PAGE_SIZES:
-            raise ValueError(f"its pages have {meta.page_bytes} bytes")
         return meta
 
 

@@ -81,23 +81,20 @@ def labels_of_list(where: str, address: str, keys: pa.LargeBinaryArray) -> Label
     except ConfigError as error:
         raise StoreError(str(error)) from error
     pairs = [_pair(line) for line in text.splitlines() if line.strip()]
-    rows = rows_of(keys, [key for key, _ in pairs])
-    lines = np.full(len(keys), -1, np.int64)
-    is_sample = rows >= 0
-    lines[rows[is_sample]] = np.flatnonzero(is_sample)
-    if (lines < 0).any():
-        missing = keys[int(np.flatnonzero(lines < 0)[0])].as_py()
+    label_of = dict(pairs)
+    labels = [label_of.get(key, "") for key in keys.to_pylist()]
+    if "" in labels:
+        missing = keys[labels.index("")].as_py()
         raise StoreError(
             f"{address} has {len(pairs):,} lines, and none for the key {missing[:64]!r} of {where}: each key "
             "needs a line `KEY LABEL`. Set store.target_column to another list, to 'folder' for the folders in "
             "the keys, or to '' for images without labels"
         )
-    labels = [pairs[line][1] for line in lines.tolist()]
     try:
         return Labels(np.array([int(label) for label in labels], np.int64))
     except (ValueError, OverflowError):
         # Classes of the whole list: other files of the store may have other keys. A first line may be a heading.
-        first = 0 if rows[0] >= 0 else 1
+        first = int(rows_of(keys, [pairs[0][0]])[0] < 0)
         classes = tuple(sorted({label for _, label in pairs[first:]}))
         rank = {name: number for number, name in enumerate(classes)}
         return Labels(np.array([rank[label] for label in labels], np.int64), classes)

@@ -17,9 +17,9 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -59,7 +59,7 @@ _ABOUT_ALL = pa.array(
     pa.large_binary(),
 )
 _NUMBER = "^[0-9]{1,18}$"
-_VERSION = 4  # the kept listings' form has this version
+_VERSION = 5  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
@@ -91,8 +91,7 @@ class Options:
     list_file: str = ""
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """Samples of a file.
 
     Attributes:
@@ -128,7 +127,7 @@ def listing_of(
     Raises:
         StoreError: the file is damaged, or its layout is unknown.
     """
-    facts = [where, *version, *asdict(options).values(), _VERSION]
+    facts = [where, *version, *astuple(options), _VERSION]
     if options.list_file:
         with contextlib.suppress(OSError):  # a remote list has no time of change here
             status = Path(options.list_file).stat()
@@ -141,26 +140,18 @@ def _packed(listing: Listing) -> bytes:
     columns = {"key": listing.keys}
     if listing.labels is not None:
         columns["label"] = pa.array(listing.labels)
-    facts = {
-        "layout": listing.layout,
-        "value": listing.value and asdict(listing.value),
-        "label_type": listing.label_type,
-        "classes": listing.classes,
-        "fingerprint": listing.fingerprint,
-    }
-    return packed(columns, facts)
+    return packed(columns, listing._replace(keys=None, labels=None)._asdict())
 
 
 def _read(content: pa.Buffer) -> Listing:
     batch, facts = unpacked(content)
-    value = facts.pop("value")
-    classes = facts.pop("classes")
-    return Listing(
-        **facts,
+    listing = Listing(**facts)
+    has_labels = "label" in batch.schema.names
+    return listing._replace(
         keys=batch["key"],
-        labels=batch["label"].to_numpy() if "label" in batch.schema.names else None,
-        value=value and ValueLayout(**value),
-        classes=classes and tuple(classes),
+        labels=batch["label"].to_numpy() if has_labels else None,
+        value=listing.value and ValueLayout(*listing.value),
+        classes=listing.classes and tuple(listing.classes),
     )
 
 
@@ -178,7 +169,11 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
         raise StoreError(f"{where} {_UNTRUSTED}")
     if layout in ("image", "scene-text"):
         order = np.arange(len(keys)) if is_text else _numeric_order(keys)
-        labels = _labels_of_keys(where, layout, keys, options)
+        if options.list_file:
+            labels = labels_of_list(where, options.list_file, keys)
+        elif not is_text and options.target_column in ("label", "folder"):
+            must_have = options.target_column == "folder"
+            labels = labels_of_folders(where, keys, must_have)
         label_type = "int64" if labels.numbers is not None else ""
     else:
         value, label_type = _value_layout(where, layout, samples, options.target_column)
@@ -226,18 +221,18 @@ def _walk(
         logger.info(
             "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
         )
-    bounds = _scene_text_bounds(file) if is_text else None
+    last = _last_picture(file)
     keys = [pa.array([], pa.large_binary())]
     value_sizes = [np.empty(0, np.int64)]
     for entries in file.entries():
         report_progress()
-        if bounds is None:
-            are_samples = pc.invert(pc.is_in(entries.keys, value_set=_ABOUT_ALL))
-        else:
+        if is_text:
             are_samples = pc.and_(
-                pc.greater_equal(entries.keys, bounds[0]),
-                pc.less(entries.keys, bounds[1]),
+                pc.starts_with(entries.keys, "image-"),
+                pc.less_equal(entries.keys, last),
             )
+        else:
+            are_samples = pc.invert(pc.is_in(entries.keys, value_set=_ABOUT_ALL))
         keys.append(entries.keys.filter(are_samples))
         value_sizes.append(entries.value_sizes[are_samples.to_numpy(False)])
     if not any(map(len, keys)):
@@ -247,15 +242,12 @@ def _walk(
     return pa.concat_arrays(keys), np.concatenate(value_sizes)
 
 
-def _scene_text_bounds(file: LMDBFile) -> tuple[pa.Scalar, pa.Scalar]:
-    """Return the first key of a sample, and the first key after all samples."""
+def _last_picture(file: LMDBFile) -> pa.Scalar:
+    """Return the key of the last picture of scene text, or one after all."""
     number = bytes(file.get(b"num-samples") or b"")
-    if number.isdigit() and len(number) < 10:
-        last = b"image-%09d\0" % int(number)
-    else:
-        last = b"image."
-    first, stop = pa.array([b"image-", last], pa.large_binary())
-    return first, stop
+    is_number = number.isdigit() and len(number) < 10
+    last = b"image-%09d" % int(number) if is_number else b"image."
+    return pa.scalar(last, pa.large_binary())
 
 
 def _hash_of(keys: pa.LargeBinaryArray, value_sizes: np.ndarray) -> bytes:
@@ -363,14 +355,3 @@ def _listed_order(
             len(keys),
         )
     return order
-
-
-def _labels_of_keys(
-    where: str, layout: str, keys: pa.LargeBinaryArray, options: Options
-) -> Labels:
-    """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
-    if options.list_file:
-        return labels_of_list(where, options.list_file, keys)
-    if layout == "image" and options.target_column in ("label", "folder"):
-        return labels_of_folders(where, keys, options.target_column == "folder")
-    return Labels()

@@ -15,8 +15,7 @@ import json
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,8 +178,7 @@ def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
 # Image and label of a value
 
 
-@dataclass(frozen=True)
-class ValueLayout:
+class ValueLayout(NamedTuple):
     """Places of the image and the label in the values of a file.
 
     Attributes:
@@ -272,15 +270,13 @@ def encoded(part: Any) -> bytes | memoryview | None:
         raise ValueError(f"its image is a {type(part).__name__}")
     if part.ndim == 1:
         return part.tobytes()
-    if (
-        not (part.ndim == 2 or (part.ndim == 3 and part.shape[2] in (1, 3)))
-        or not part.size
-    ):
+    is_gray = part.ndim == 2 or part.shape[2:] == (1,)
+    if not part.size or not (is_gray or part.shape[2:] == (3,)):
         raise ValueError(f"its image has the shape {part.shape}")
     import cv2
 
     # OpenCV has blue first. The image is decoded at once, so it is not worth compressing.
-    pixels = part[..., ::-1] if part.shape[2:] == (3,) else part
+    pixels = part if is_gray else part[..., ::-1]
     return cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
 
 

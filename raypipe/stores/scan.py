@@ -15,6 +15,7 @@ SIZE_COLUMNS = ("width", "height")
 """Size of an image in pixels, int64; -1 if its header cannot be read. `raypipe convert` writes them."""
 
 _CHUNK = 1 << 16
+_NUM_MEASURED = 64
 
 
 def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Columns]:
@@ -33,6 +34,15 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
             raise ConfigError(f"{missing(store.address, name, allowed, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
+
+
+def mean_image_bytes(store: Store) -> int:
+    """Return the mean size of a store's images, by some that are spread over it; 0 if it has no samples."""
+    indices = np.unique(
+        np.linspace(0, max(0, len(store) - 1), _NUM_MEASURED).astype(int)
+    )
+    images = store.read(indices[: len(store)], ("image",))["image"]
+    return sum(len(image or b"") for image in images) // max(1, len(images))
 
 
 def names_in(store: Store) -> Iterator[str | None]:

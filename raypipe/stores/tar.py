@@ -122,23 +122,21 @@ class TarStore(FileStore[TarSamples]):
         """Return the scan of each tar, from its index if there is one."""
         indexes = Indexes(self._options[:2], self._run_folder)
         paths = [self._kept_path(archive) for archive in archives]
-        missing: list[int] = []
-        if is_remote(self.address):
-            missing = [
-                archive.num_bytes
-                for archive, path in zip(archives, paths, strict=True)
-                if not (path and path.exists()) and not indexes.are_of(archive.name)
-            ]
-        if max(missing, default=0) > GROUP_BYTES:
+        missing = [
+            archive
+            for archive, path in zip(archives, paths, strict=True)
+            if not (path and path.exists()) and not indexes.are_of(archive.name)
+        ]
+        if is_remote(self.address) and any(
+            archive.num_bytes > GROUP_BYTES for archive in missing
+        ):
             logger.info(
-                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
-                *(self.address, len(missing), sum(missing) / 1e9),
+                "%s: scanning %d tars, which have no index: `raypipe index` keeps one next to them",
+                *(self.address, len(missing)),
             )
 
         def scan(number: int) -> Scan:
             archive = archives[number]
-            if paths[number] is None and isinstance(archive.file, OpenFile):
-                return _scan(archive, *self._options[:2])
             return kept(
                 paths[number],
                 lambda content: unpack(content, archive),
@@ -146,8 +144,7 @@ class TarStore(FileStore[TarSamples]):
                 lambda scan: pack(archive, scan),
             )
 
-        are_read = is_remote(self.address) and not missing
-        num_threads = NUM_REQUESTS if are_read else _NUM_FETCHES
+        num_threads = _NUM_FETCHES if missing else NUM_REQUESTS
         scans = in_threads(scan, range(len(archives)), num_threads)
         if is_remote(self.address) and not self._identity:
             # this process opened the store first
@@ -189,21 +186,17 @@ class TarStore(FileStore[TarSamples]):
 
 
 def list_tars(address: str) -> list[RemoteFile]:
-    """Return the tars at an address; compressed ones only if a folder has no others."""
-    is_any = [False]
+    """Return the tars at an address; compressed ones only if there are no others."""
+    files = list_files(
+        address,
+        lambda name: name.endswith(".tar") or _is_compressed(name),
+        "*.tar",
+    )
+    return [file for file in files if not _is_compressed(file.address)] or files
 
-    def is_tar(name: str) -> bool:
-        is_any[0] = is_any[0] or name.endswith(".tar")
-        return name.endswith(".tar")
 
-    try:
-        return list_files(address, is_tar, "*.tar")
-    except StoreError:
-        if is_any[0]:
-            raise
-        return list_files(
-            address, lambda name: name.lower().endswith(COMPRESSED), "*.tar"
-        )
+def _is_compressed(name: str) -> bool:
+    return name.lower().endswith(COMPRESSED)
 
 
 def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
@@ -220,7 +213,7 @@ def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
 
 def _find(listed: RemoteFile) -> Archive:
     address = listed.address
-    is_compressed = address.lower().endswith(COMPRESSED)
+    is_compressed = _is_compressed(address)
     if is_remote(address):
         remote = listed.checked(look_up(address))
         return Archive(address, Unpacked(remote) if is_compressed else remote)

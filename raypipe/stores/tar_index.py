@@ -96,10 +96,10 @@ class Indexes:
             if file_name in self._names_in(folder):
                 try:
                     return _read(address, tar)
-                except _OutdatedError as error:
+                except (*UNUSABLE, StoreError, struct.error) as error:
                     logger.warning(
-                        "%s: %s; the tar is scanned. `raypipe index` renews the index",
-                        *error.args,
+                        "%s: %s: %.200s; the tar is scanned. `raypipe index` renews the index",
+                        *(address, type(error).__name__, error),
                     )
         return None
 
@@ -135,10 +135,6 @@ class Indexes:
         return self._names[folder]
 
 
-class _OutdatedError(Exception):
-    """An index that cannot be used: its address, and why."""
-
-
 def _write(address: str, tar: Archive, scan: Scan) -> None:
     if not is_remote(address):
         Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
@@ -146,21 +142,15 @@ def _write(address: str, tar: Archive, scan: Scan) -> None:
 
 
 def _read(address: str, tar: Archive) -> Scan:
-    try:
-        with (
-            open_input(*open_filesystem(address)) as source,
-            pa.CompressedInputStream(source, "gzip") as stream,
-        ):
-            content = stream.read_buffer(_MAX_BYTES)
-        for _ in check_batches(address, pa.BufferReader(content)):
-            pass
-        return unpack(content, tar)
-    except FileNotFoundError:
-        raise _OutdatedError(address, "it was removed meanwhile") from None
-    except (*UNUSABLE, StoreError, struct.error) as error:
-        raise _OutdatedError(
-            address, f"{type(error).__name__}: {error!s:.200}"
-        ) from error
+    """Return a scan; raise StoreError, struct.error, or one of `UNUSABLE` for an index that is not of this tar."""
+    with (
+        open_input(*open_filesystem(address)) as source,
+        pa.CompressedInputStream(source, "gzip") as stream,
+    ):
+        content = stream.read_buffer(_MAX_BYTES)
+    for _ in check_batches(address, pa.BufferReader(content)):
+        pass
+    return unpack(content, tar)
 
 
 _Count = Annotated[int, Limits(0, 1 << 62)]
@@ -181,9 +171,8 @@ _ABOUT = {
     "is_plain": bool,
     "left_out": _Counts,
     "splits": list[str],
-    "folders": str,
+    "reasons": list[str],
     "others": list[str],
-    "of_images": list[str],
 }
 
 

@@ -80,7 +80,6 @@ class TarSamples:
             self._bounds = self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
         self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
-        self._last_placed: tuple[str, ...] = ("image",)
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -109,7 +108,6 @@ class TarSamples:
             name: [None] * len(indices) for name in placed
         }
         if placed:
-            self._last_placed = placed
             parts = list(by_part(indices, self._bounds))
             readers = self._readers([number for number, _ in parts], placed)
             for (number, positions), reader in zip(parts, readers, strict=True):
@@ -137,13 +135,9 @@ class TarSamples:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
         entries = [self._entry_of(number, placed) for number in numbers]
         readers = list(map(_at_hand, entries))
-        missing = [
-            entry
-            for entry, reader in zip(entries, readers, strict=True)
-            if not (reader or isinstance(entry, OpenFile))
-        ]
-        fetched = iter(in_threads(_fetched, missing))
-        return [reader or next(fetched) for reader in readers]
+        if None not in readers:
+            return [reader for reader in readers if reader]
+        return in_threads(lambda entry: _at_hand(entry) or _fetched(entry), entries)
 
     def _entry_of(
         self, number: int, placed: tuple[str, ...]
@@ -188,16 +182,9 @@ class TarSamples:
         return names
 
     def sample_name(self, index: int) -> str:
-        number = part_of(self._bounds, index)[0]
-        archive = self._archives[self._numbers[number]]
-        start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
-        if start < 0:  # there is no image
-            return archive.name
-        placed = self._last_placed if "image" in self._last_placed else ("image",)
-        (reader,) = self._readers([number], placed)
-        # A name beyond 100 characters, or in an extended header, is cut off here.
-        header = reader.pread(tarfile.BLOCKSIZE, start)
-        return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+        number, row = part_of(self._starts, index)
+        (key,) = as_names(self._keys[number][row : row + 1])
+        return f"{self._archives[number].name}, {key}"
 
 
 def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,9 +205,11 @@ def _at_hand(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader | N
     return whole or cache.find(entry, lambda path: ByteRangesReader(path, entry))
 
 
-def _fetched(entry: Unpacked | RemoteFile | ByteRanges) -> Reader:
+def _fetched(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader:
+    """Return an entry that is in the node's cache from now on."""
     if isinstance(entry, ByteRanges):
         return shared_cache().get(entry, lambda path: ByteRangesReader(path, entry))
+    assert not isinstance(entry, OpenFile), "it is at hand"
     return shared_cache().get(entry, OpenFile)
 
 

@@ -73,23 +73,19 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
 
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
-    """Return offset and length of each part of a sparse member; raise ReadError if they are not in order."""
+    """Return offset and length of each part of a sparse member; raise ReadError if they do not fit it."""
     parts: list[list[int]] = []
     end = 0
     stored: Any = member.sparse  # pairs, unlike what its annotation says
     for offset, length in stored or ():
         if not length:  # tarfile gives unused entries of the header too
             continue
-        if length < 0 or offset < end:
+        if length < 0 or offset < end or offset + length > member.size:
             raise tarfile.ReadError(
                 f"a sparse member of wrong parts at byte {member.offset}"
             )
         end = offset + length
         parts.append([offset, length])
-    if end > member.size:
-        raise tarfile.ReadError(
-            f"a sparse member of more than {member.size} bytes at byte {member.offset}"
-        )
     return parts
 
 
@@ -149,7 +145,7 @@ def _layout_of(
     target_column: str,
 ) -> Scan:
     """Return a tar's samples, by the layout that all of its members fit."""
-    entries = [(path, _place_of(path, node, tree)) for path, node in members]
+    entries = [(path, _place_of(path, node, tree)) for path, node in members if node]
     arguments = name, entries, read, image_column, target_column
     scan = find_samples(*arguments) if target_column != BY_FOLDER else None
     if (
@@ -160,20 +156,10 @@ def _layout_of(
         scan = find_files(name, members, tree)
     if scan is None and not target_column:
         scan = find_samples(*arguments, needs_labels=False)
-    if scan is not None and not scan.get("about"):
-        placeless = (
-            node
-            for (_, node), (_, location) in zip(members, entries, strict=True)
-            if location is None
-        )
-        scan["left_out"] += LeftOut(
-            node.kind if isinstance(node, Special) else "links to no member"
-            for node in placeless
-            if node
-        )
     if scan is None:
         suffixes = sorted(
-            {suffix_of(path) for path, location in entries if location} - {""}
+            {suffix_of(path) for path, place in entries if not isinstance(place, str)}
+            - {""}
         )
         has = f"; its members are {', '.join(suffixes):.200}" if suffixes else ""
         raise StoreError(
@@ -184,12 +170,17 @@ def _layout_of(
     return scan
 
 
-def _place_of(path: str, node: Member, tree: MemoryTree) -> Place | None:
-    """Return the place of a member's bytes, a link's included; None if it has none."""
+def _place_of(
+    path: str, node: TreeFile | Link | Special, tree: MemoryTree
+) -> Place | str:
+    """Return the place of a member's bytes, a link's included; what it is, in words, if it has none."""
+    if isinstance(node, Special):
+        return node.kind
     file = tree.find(path) if isinstance(node, Link) else node
-    if isinstance(file, TreeFile) and file.value != MISSING:
-        return file.value
-    return None
+    if file is None or file.value == MISSING:
+        return "links to no member"
+    place: Place = file.value
+    return place
 
 
 class _HeaderReader(io.BufferedReader):

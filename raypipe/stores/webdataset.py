@@ -93,28 +93,21 @@ def _label(sample: _Sample, column: str, read: Read) -> Any:
     suffix = _label_suffix(column)
     content = {} if suffix in members else _json_of(members, read)
     if column in content:
-        return _label_of_json(key, column, content[column])
-    suffix = suffix if suffix in members else column.lower()
-    if suffix not in members:
-        return None
-    position, num_bytes, _ = members[suffix]
-    text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
-    is_integer = _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES
-    label = int(text) if is_integer else None
-    if not _is_number(label):
-        raise ValueError(
-            f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
-        )
-    return label
-
-
-def _label_of_json(key: str, column: str, label: Any) -> Any:
-    """Return a label from a sample's JSON if it is a number or a list of numbers; else raise ValueError."""
+        label = content[column]
+    else:
+        suffix = suffix if suffix in members else column.lower()
+        if suffix not in members:
+            return None
+        position, num_bytes, _ = members[suffix]
+        label = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
+        if _INTEGER.fullmatch(label) and num_bytes <= _MAX_LABEL_BYTES:
+            label = int(label)
     numbers = label if isinstance(label, list) and label else [label]
     if not all(map(_is_number, numbers)):
+        where = f"{column!r} of {key}.json" if column in content else f"{key}.{suffix}"
         raise ValueError(
-            f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
-            f"got {label!r:.300}"
+            f"the label {where} must be an integer of 64 bits, or in JSON a number or a list of numbers of 64 "
+            f"bits, got {label!r:.300}"
         )
     return label
 
@@ -156,7 +149,7 @@ def _label_suffix(column: str) -> str:
 
 def find_samples(
     name: str,
-    entries: Sequence[tuple[str, Place | None]],
+    entries: Sequence[tuple[str, Place | str]],
     read: Read,
     image_column: str,
     target_column: str,
@@ -166,7 +159,7 @@ def find_samples(
 
     Args:
         name: name of the tar, for errors.
-        entries: its members in order: names, and the places of regular files.
+        entries: its members in order: names, and places, or in words what has none.
         read: reads the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
@@ -189,12 +182,14 @@ def find_samples(
     images = _images_of(samples, image_column)
     labels = _read_labels(name, samples, target_column, read)
     target_column = target_column or "label"
-    if image_column != "image" and not any(images):
-        names = _names_in(samples[0], read)
-        raise StoreError(missing(name, image_column, names, RENAMED["image"]))
-    if target_column != "label" and labels is None:
-        names = _names_in(samples[0], read)
-        raise StoreError(missing(name, target_column, names, RENAMED["label"]))
+    for column, usual, is_there in (
+        (image_column, "image", any(images)),
+        (target_column, "label", labels is not None),
+    ):
+        if column != usual and not is_there:
+            first = samples[0].members
+            names = [*first, *_json_of(first, read)]
+            raise StoreError(missing(name, column, names, RENAMED[usual]))
     if labels is None:
         if not any(images) or (needs_labels and not _all_have_texts(samples, images)):
             return None
@@ -205,8 +200,11 @@ def find_samples(
         raise _bad(name, problem, target_column)
     reserved = {images[0] or "", _label_suffix(target_column), "image", "label"}
     columns = _columns_of(samples, reserved)
-    label_column = None if labels is None else target_column
-    left_out.update(_unused(samples, images, columns, label_column))
+    if labels is not None:
+        reserved = {_label_suffix(target_column), target_column.lower()}
+    else:
+        reserved = set()
+    left_out.update(_unused(samples, images, {*columns, *reserved}))
     return {
         "keys": as_texts(sample.key for sample in samples),
         "labels": labels,
@@ -276,11 +274,6 @@ def _read_labels(
     return labels
 
 
-def _names_in(sample: _Sample, read: Read) -> list[str]:
-    """Return the suffixes of a sample, and the fields of its JSON."""
-    return [*sample.members, *_json_of(sample.members, read)]
-
-
 def _all_have_texts(samples: Sequence[_Sample], images: Sequence[str | None]) -> bool:
     """Return whether each sample with an image has a text too."""
     return all(
@@ -315,19 +308,12 @@ def _places(
 
 
 def _unused(
-    samples: Sequence[_Sample],
-    images: Sequence[str | None],
-    columns: Sequence[str],
-    label_column: str | None,
+    samples: Sequence[_Sample], images: Sequence[str | None], used: set[str]
 ) -> Iterator[str]:
-    """Yield the suffix of each member that is neither image nor label (None = no labels) nor in a column."""
+    """Yield the suffix of each member that is no image, and is not used."""
     for (_, members), image in zip(samples, images, strict=True):
-        used = {image, *columns}
-        if label_column is not None:
-            used |= _used_for_label(members, label_column)
-        for suffix in members:
-            if suffix not in used:
-                yield f".{suffix}"
+        for suffix in members.keys() - used - {image}:
+            yield f".{suffix}"
 
 
 def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
@@ -345,22 +331,17 @@ def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
     return digest.hexdigest()
 
 
-def _used_for_label(members: Mapping[str, Place], column: str) -> set[str]:
-    suffixes = {_label_suffix(column), column.lower()} & members.keys()
-    return suffixes or {"json"}
-
-
 def _counted(
-    entries: Sequence[tuple[str, Place | None]],
+    entries: Sequence[tuple[str, Place | str]],
 ) -> tuple[list[tuple[str, str, Place]], LeftOut]:
     """Return key, suffix and place of each member that counts, and how many others do not, by the reason."""
     counted: list[tuple[str, str, Place]] = []
     left_out = LeftOut()
     for name, location in entries:
         names = _key_and_suffix(name)
-        if not location:
-            continue
-        if any(map(is_left_out, name.split("/"))):
+        if isinstance(location, str):
+            left_out[location] += 1
+        elif any(map(is_left_out, name.split("/"))):
             left_out["hidden or of the system"] += 1
         elif names is None:
             left_out["without a key and a suffix"] += 1

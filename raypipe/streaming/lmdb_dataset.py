@@ -22,7 +22,7 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Columns, Store, missing, name_of
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.stores.scan import SIZE_COLUMNS, mean_image_bytes
 from raypipe.transform.decode.array import header_size
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ MADE_COLUMNS = ("index", "name", "class_name", *SIZE_COLUMNS)
 """Columns that need not be stored: the sample's index in the store, its file and key, the name of its class, and
 the image's size in pixels by its header, -1 if the header cannot be read."""
 
-_NUM_SAMPLED = 64  # images that show the mean size
 _BLOCK_BYTES = 32 << 20
 _MAX_ROWS = 1 << 16  # a block without images has up to so many
 _READER_CPUS = 1
@@ -196,11 +195,9 @@ def _arrow(columns: Columns, name: str) -> pa.Array | pa.ChunkedArray:
 def _mean_bytes(store: Store, columns: Sequence[str]) -> int:
     """Return the mean size of a row, by some images that are spread over the store."""
     overhead = 16 * max(1, len(columns))
-    if "image" not in columns or not len(store):
+    if "image" not in columns:
         return overhead
-    indices = np.unique(np.linspace(0, len(store) - 1, _NUM_SAMPLED).astype(np.int64))
     try:
-        images = store.read(indices, ("image",))["image"]
+        return overhead + mean_image_bytes(store)
     except StoreError:
         return overhead
-    return overhead + sum(len(image or b"") for image in images) // len(indices)

@@ -16,7 +16,6 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.fields import COLUMN
 
 NUM_REMADE = 4
-_NUM_REPEATS = 3
 
 MadeSample = Mapping[str, Any]
 """The fields of one sample."""
@@ -42,7 +41,7 @@ def check_remade(
         again = [make(number) for number in reversed(range(len(first)))]
         for original, remade in zip(reversed(first), again, strict=True):
             if name := _differing(original, remade):
-                raise _depends(title, name, _cause(maker()))
+                raise _depends(title, name)
     except SampleError:  # the stream's own errors say what such a sample is
         return
 
@@ -65,22 +64,12 @@ def _is_equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-def _cause(make: Callable[[int], MadeSample]) -> str:
-    """Describe the cause, by a copy that makes one sample again and again: draws may be equal by chance."""
-    first = make(0)
-    if any(_differing(first, make(0)) for _ in range(_NUM_REPEATS)):
-        return (
-            "the same sample made twice in a row differs, so it keeps state "
-            "from call to call, or draws elsewhere"
-        )
-    return "its results change with the samples that it has made before, so it keeps state of them"
-
-
-def _depends(title: str, field: str, cause: str) -> ConfigError:
+def _depends(title: str, field: str) -> ConfigError:
     code_name = "make_columns" if field.startswith(f"{COLUMN}.") else title
     return ConfigError(
-        f"{code_name} does not make the same of the same sample: {cause} ({field} differs). Let it take an "
-        "argument `rng`, and draw from that alone, or from the generators of random, numpy and torch, which "
-        "raypipe seeds for each sample; make generators and pipelines outside of the call; and keep no "
-        "counter, buffer or statistic from sample to sample (docs/reproducibility.md)"
+        f"{code_name} does not make the same of the same sample: it keeps state from sample to sample, or draws "
+        f"elsewhere ({field} differs). Let it take an argument `rng`, and draw from that alone, or from the "
+        "generators of random, numpy and torch, which raypipe seeds for each sample; make generators and "
+        "pipelines outside of the call; and keep no counter, buffer or statistic from sample to sample "
+        "(docs/reproducibility.md)"
     )

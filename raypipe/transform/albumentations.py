@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from typing import Any
@@ -27,9 +26,9 @@ def why_no_program(pipeline: Any) -> str:
     library = sys.modules.get("albumentations")
     if library is None or type(pipeline) is not library.Compose:
         return f"{type(pipeline).__name__} is not a list of Albumentations' steps"
-    for number, step in enumerate(pipeline.transforms, 1):
+    for step in pipeline.transforms:
         if _native(step) is None:
-            return f"step {number}, {type(step).__name__}, is not among those that raypipe makes itself"
+            return f"the step {type(step).__name__} is not among those that raypipe makes itself"
     return "its images have no fixed size, or it is more than its steps (boxes, a chance, saved parameters)"
 
 
@@ -91,26 +90,10 @@ def described(pipeline: Any) -> dict[str, Any] | None:
         return None
     try:
         description = json.loads(json.dumps(library.to_dict(pipeline)))
-        if _state(library.from_dict(description)) == _state(pipeline):
-            return description
-        _complete(pipeline, description["transform"])
         is_whole = _state(library.from_dict(description)) == _state(pipeline)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
     return description if is_whole else None
-
-
-def _complete(step: Any, description: dict[str, Any]) -> None:
-    """Add the arguments of steps that the library's own description leaves out."""
-    for name in inspect.signature(type(step)).parameters:
-        value = vars(step).get(name)
-        is_plain = isinstance(value, bool | int | float | str | list | tuple)
-        if is_plain and name not in {*description, *_NOT_DECIDING}:
-            description[name] = value
-    for inner, of_inner in zip(
-        getattr(step, "transforms", ()), description.get("transforms", ()), strict=False
-    ):
-        _complete(inner, of_inner)
 
 
 def _is_library(step: Any) -> bool:

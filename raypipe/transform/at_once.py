@@ -16,31 +16,15 @@ from typing import Any
 import numpy as np
 
 from raypipe import kernel
-from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.kernel import DONE, Job, Op
-from raypipe.transform.decode.jpeg_header import jpeg_orientation
+from raypipe.kernel import DONE, Job
+from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import stored_bytes
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.fields import IMAGE, MadeRows
 from raypipe.transform.samples import Samples
 from raypipe.transform.view_images import ViewImage
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
-
-
-def sizes_by_header(
-    images: Sequence[bytes | memoryview | None], exif: bool
-) -> np.ndarray:
-    """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
-
-    Those are also others that `exif` turns upright.
-    """
-    sizes, has_metadata = kernel.sizes(images)
-    if exif:
-        for row in np.flatnonzero(has_metadata).tolist():
-            if jpeg_orientation(bytes(images[row] or b"")) > 1:
-                sizes[row] = 0
-    return sizes
 
 
 class KernelImages:
@@ -48,20 +32,20 @@ class KernelImages:
 
     Args:
         views: the images of each sample; all begin with a program.
-        config: how JPEGs are decoded by the kernel.
-        decode: decodes other images.
+        exif: whether images are turned upright.
+        decode: decodes images that the kernel does not.
         threads: that the kernel uses.
     """
 
     def __init__(
         self,
         views: Sequence[ViewImage],
-        config: TransformConfig,
+        exif: bool,
         decode: Callable[[bytes], np.ndarray],
         threads: int,
     ) -> None:
         self._views = views
-        self._config = config
+        self._exif = exif
         self._decode = decode
         self._threads = threads
 
@@ -71,24 +55,20 @@ class KernelImages:
         is_wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Make the images of B samples; slots of those that are not made may hold anything.
+    ) -> Iterator[MadeRows]:
+        """Make the images of B samples, some rows at a time; slots of those that are not made may hold anything.
 
         Args:
             is_wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
-
-        Yields:
-            Some of the rows that are made, int64 (n,); for the first image of each its parameters, int64 (n, P),
-            see `Program.draw`; and its (height, width) before, int (n, 2).
         """
-        sizes = sizes_by_header(samples.images, self._config.apply_exif)
+        sizes = sizes_by_header(samples.images, self._exif)
         sizes[~is_wanted] = 0
         is_wanted = is_wanted.copy()
         if sizes.any():
             finished = self._run(samples.images, sizes, keys, arrays)
-            is_wanted[finished[0]] = False
+            is_wanted[finished.rows] = False
             yield finished
         for decoded in self._decoded(samples, is_wanted):
             sizes = np.array(
@@ -102,8 +82,8 @@ class KernelImages:
         sizes: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Make the images of the rows that have sizes; returns as `make` yields."""
+    ) -> MadeRows:
+        """Make the images of the rows that have sizes."""
         (rows,) = np.nonzero(sizes[:, 0])
         if len(rows) < len(images):
             has_size = (sizes[:, 0] > 0).tolist()
@@ -112,10 +92,7 @@ class KernelImages:
                 for image, is_run in zip(images, has_size, strict=True)
             ]
         jobs = [_job_of(view, rows, sizes, keys, arrays) for view in self._views]
-        called = jobs
-        if self._config.crop_decode == "off":
-            called = list(map(_whole, jobs))
-        done = kernel.run(images, called, self._threads) == DONE
+        done = kernel.run(images, jobs, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
@@ -123,7 +100,7 @@ class KernelImages:
             if view.transform.has_rest:
                 _finish(view, job.out, arrays, keys, done)
         (rows,) = np.nonzero(done)
-        return rows, jobs[0].params[rows], sizes[rows]
+        return MadeRows(rows, jobs[0].params[rows], sizes[rows])
 
     def _decoded(
         self, samples: Samples, is_wanted: np.ndarray
@@ -171,15 +148,6 @@ def _job_of(
         out = np.empty((len(keys), *(program.size or ()), 3), np.uint8)
         return Job(program.ops, params, out)
     return Job(program.ops, params, view.output(arrays))
-
-
-def _whole(job: Job) -> Job:
-    """A job by which images are decoded as a whole: before its crop it has a turn that never applies."""
-    ops = np.vstack([np.array([[Op.TURN, job.params.shape[1]]], np.int32), job.ops])
-    return job._replace(
-        ops=ops,
-        params=np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]),
-    )
 
 
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:

@@ -14,15 +14,13 @@ from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import (
     build_transform,
     check_transform,
-    num_pixels,
+    is_preset,
     takes_size,
 )
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.transform_steps import brief
-from raypipe.transform.views import makes_views
-
-_NUM_TRIED = 8  # images, by whose headers a crop is held to have room
+from raypipe.transform.views import find_views, makes_views
 
 
 def check_transforms(
@@ -34,49 +32,40 @@ def check_transforms(
     for split, store in stores.items():
         transform = transforms[split]
         check_transform(transform, config.final_size, config.decode_as == "array")
-        if makes_views(transform):
-            _check_views(config, split)
+        is_views = makes_views(transform)
+        if is_views and config.target_columns:
+            raise ConfigError(
+                f"transform.{split} makes views, and {config.target_settings} goes with one image: leave it out"
+            )
         check_target_columns(store, config.target_columns)
-        if config.target_columns:
-            SampleTransform(
+        is_named = isinstance(transform, str) and ":" in transform
+        is_encoded = config.decode == "device" and not is_named
+        made = None
+        if not is_views and (config.target_columns or is_encoded):
+            made = SampleTransform(
                 build_transform(transform, config.final_size),
                 targets=tuple(config.target_columns),
             )
-        if config.decode == "device" and not (
-            isinstance(transform, str) and ":" in transform
-        ):
-            if makes_views(transform):
-                built = None
-            else:
-                built = build_transform(transform, config.final_size)
-            EncodedImages(
-                None if makes_views(transform) else SampleTransform(built),
-                f"transform.{split}",
-            )
+        if is_encoded:
+            EncodedImages(made, f"transform.{split}")
 
 
 def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
     """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
-        if column not in store.schema.names:
-            parent, _, field = column.rpartition(".")
-            if parent in store.schema.names:
-                raise ConfigError(
-                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
-                    f"{field!r} too, {parent!r}"
-                )
-            raise ConfigError(
-                missing(
-                    store.address,
-                    column,
-                    store.schema.names,
-                    f"transform.{name}_column",
-                )
-            )
+        setting = f"transform.{name}_column"
+        parent, _, field = column.rpartition(".")
+        names = store.schema.names
         if column == "image":
             raise ConfigError(
-                f"transform.{name}_column must be another column than the image, got 'image'"
+                f"{setting} must be another column than the image, got 'image'"
             )
+        if column not in names and parent in names:
+            raise ConfigError(
+                f"{setting} is {column!r}: name the column that has the labels next to {field!r} too, {parent!r}"
+            )
+        if column not in names:
+            raise ConfigError(missing(store.address, column, names, setting))
 
 
 def check_strength(config: TransformConfig, transform: Any) -> None:
@@ -89,18 +78,14 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
             f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out"
         )
     built = build_transform(transform, config.final_size)
-    views = built.items() if isinstance(built, Mapping) else []
-    pipelines = [
-        (f", view {name!r}", view_transform)
-        for name, view in views
-        for view_transform in view.transforms
-    ] or [("", built)]
-    for of_view, pipeline in pipelines:
+    pipelines = [built]
+    if isinstance(built, Mapping):
+        pipelines = [each for view in built.values() for each in view.transforms]
+    for pipeline in pipelines:
         if why := _why_not_made_here(pipeline, config):
-            named = f" is {transform!r}" if isinstance(transform, str) else ""
             raise ConfigError(
-                f"{where}. transform.train{of_view}{named}: {why}; leave transform.strength out, or use steps "
-                "that docs/transforms.md lists as raypipe's"
+                f"{where}. transform.train is {brief(transform)}: {why}; leave transform.strength out, or use "
+                "steps that docs/transforms.md lists as raypipe's"
             )
 
 
@@ -117,11 +102,7 @@ def _why_not_made_here(pipeline: Any, config: TransformConfig) -> str:
 def check_follows(transform: Any, config: TransformConfig) -> None:
     """Raise ConfigError if a train_transform has its own size and validation the default size."""
     defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
-    if (
-        defaults
-        and not takes_size(transform)
-        and num_pixels(transform, config.final_size) is None
-    ):
+    if defaults and not _has_known_size(transform, config.final_size):
         raise ConfigError(
             f"train_transform is {brief(transform)}, and val_transform is not set: validation would have the "
             f"default size, {config.final_size} px, regardless of the training's size. Write "
@@ -131,12 +112,12 @@ def check_follows(transform: Any, config: TransformConfig) -> None:
         )
 
 
-def _check_views(config: TransformConfig, split: Split) -> None:
-    """Raise ConfigError where something does not go with a split's views."""
-    if config.target_columns:
-        raise ConfigError(
-            f"transform.{split} makes views, and {config.target_settings} goes with one image: leave it out"
-        )
+def _has_known_size(transform: Any, size: int) -> bool:
+    """True if a transform takes the size of the configuration, or its views name theirs."""
+    if not isinstance(transform, Mapping):
+        return takes_size(transform) or makes_views(transform)
+    views = find_views(transform, size).values()
+    return all(is_preset(each) for view in views for each in view.transforms)
 
 
 def check_sizes(

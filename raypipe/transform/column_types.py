@@ -109,25 +109,25 @@ def _of_store(
         if options != ColumnOptions()
     }
     paths = _paths_in(store, declared, function, label)
-    reads_class = label and LABEL not in paths
-    if reads_class and function is None:
-        _check_label(store)
-    columns = SampleColumns(paths, options, function, reads_class=reads_class)
+    columns = SampleColumns(paths, options, function)
     if not paths and function is not None:
         raise ConfigError(
             "transform.make_columns makes columns of columns: name those that it needs in store.columns "
             f"({store.address} has {', '.join(store.schema.names)})"
         )
-    if not paths or not len(indices):
-        return columns  # a store without samples has no types, and none to give
     types: dict[str, ColumnType] = {}
-    for name, kind in types_in(store, columns, indices).items():
-        types[name] = _target_type(store, name, kind, options)
-        if kind.is_padded:
-            types[length_name(name)] = CLASS
-    reads_class = reads_class and LABEL not in types
-    if reads_class:
-        _check_label(store)
+    if paths and len(indices):  # a store without samples has no types, and none to give
+        for name, kind in types_in(store, columns, indices).items():
+            types[name] = _target_type(store, name, kind, options)
+            if kind.is_padded:
+                types[length_name(name)] = CLASS
+    reads_class = label and LABEL not in {*paths, *types}
+    may_lack = function is not None and not types
+    if reads_class and not may_lack and LABEL not in store.schema.names:
+        raise ConfigError(
+            f"{missing(store.address, LABEL, store.schema.names, RENAMED[LABEL])}; set it to one of them, or to "
+            "'' for batches without a target"
+        )
     return replace(columns, types=types, reads_class=reads_class)
 
 
@@ -184,18 +184,13 @@ def types_in(
     Raises:
         ConfigError: the type of a column is not to be told, or is not what its options need.
     """
-    by_schema: dict[str, ColumnType] = {}
-    unknown: dict[str, tuple[str, ...]] = {}
+    found: dict[str, ColumnType] = {}
     for name, path in columns.paths.items():
-        kind = None
         if len(path) == 1 and columns.function is None:
-            options = columns.options.get(name)
-            kind = type_by_schema(store.schema.field(path[0]).type, options)
-        if kind is None:
-            unknown[name] = path
-        else:
-            by_schema[name] = kind
-    found = dict(by_schema)
+            stored = store.schema.field(path[0]).type
+            if kind := type_by_schema(stored, columns.options.get(name)):
+                found[name] = kind
+    unknown = {name: path for name, path in columns.paths.items() if name not in found}
     if unknown:
         found |= _types_by_values(store, replace(columns, paths=unknown), indices)
     if missing_names := [name for name in columns.options if name not in found]:
@@ -311,14 +306,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or (
         isinstance(value, list | tuple | np.ndarray) and not len(value)
     )
-
-
-def _check_label(store: Store) -> None:
-    if LABEL not in store.schema.names:
-        raise ConfigError(
-            f"{missing(store.address, LABEL, store.schema.names, RENAMED[LABEL])}; set it to one of them, or to "
-            "'' for batches without a target"
-        )
 
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:

@@ -12,13 +12,16 @@ and it cannot be decoded. Other damage shows where it is decoded.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from raypipe.errors import ConfigError
-from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program, native_step
-from raypipe.transform.decode.jpeg import check_checksum
+from raypipe.errors import ConfigError, SampleError
+from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program
+from raypipe.transform.albumentations import why_no_program
+from raypipe.transform.decode.jpeg import check_checksum, sizes_by_header
 from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
 from raypipe.transform.encoded_map import (
     AXES,
@@ -33,9 +36,10 @@ from raypipe.transform.encoded_map import (
     START,
     axis_columns,
 )
-from raypipe.transform.fields import Field
+from raypipe.transform.fields import Field, MadeRows
 from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed
 
 _MOVES = {Op.CROP, Op.RESIZE, Op.PAD, Op.TURN}
@@ -50,6 +54,7 @@ class EncodedImages:
     Args:
         transform: makes a sample's only image; None = the transform makes views.
         given: the name of the transform, for messages.
+        exif: whether images are turned upright.
 
     Attributes:
         field: the maps' field. Its filling has the size of the results, so padding has it too.
@@ -58,7 +63,10 @@ class EncodedImages:
         ConfigError: the transform does more than to move pixels along rows and columns.
     """
 
-    def __init__(self, transform: SampleTransform | None, given: str) -> None:
+    def __init__(
+        self, transform: SampleTransform | None, given: str, exif: bool = False
+    ) -> None:
+        self._exif = exif
         self._transform, program = _qualified(transform, given)
         self._steps = [(step, op) for step in program.steps for op in step.ops]
         self._num_resizes = max(1, sum(op == Op.RESIZE for _, op in self._steps))
@@ -105,16 +113,44 @@ class EncodedImages:
                 axes.resize(numbers[:, :2].T, interpolation)
         return axes.maps(self._fill), axes.fits
 
+    def make(
+        self,
+        samples: Samples,
+        is_wanted: np.ndarray,
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+    ) -> Iterator[MadeRows]:
+        """Make the fields of those of B samples whose images need no more than their header here.
+
+        Args:
+            is_wanted: bool (B,), the rows that are.
+            keys: uint64 (B, 2).
+            arrays: stay as they are.
+        """
+        sizes = sizes_by_header(samples.images, self._exif)
+        (rows,) = np.nonzero(is_wanted & (sizes[:, 0] > 0))
+        params, _ = self.program.draw(keys[rows], sizes[rows])
+        maps, fits = self.maps(params, sizes[rows])
+        whole = []
+        fields = []
+        for number in np.flatnonzero(fits).tolist():
+            image = samples.images[rows[number]]
+            with contextlib.suppress(SampleError):  # the slow road meets it again
+                _check_whole(image, self._exif)
+                fields.append({DATA: stored_bytes(image), MAP: maps[number]})
+                whole.append(number)
+        yield MadeRows(rows[whole], params[whole], sizes[rows[whole]], fields)
+
     def fields_of(
-        self, image: Any, key: Key, exif: bool
+        self, image: Any, key: Key
     ) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
         """The encoded fields of one image, its parameters by the program, and its (height, width).
 
         Raises:
             SampleError: it is bad.
         """
-        size = image_size(image, exif=exif)
-        check_whole(image, exif)
+        size = image_size(image, exif=self._exif)
+        _check_whole(image, self._exif)
         sizes = np.array([size])
         params, _ = self.program.draw(np.array([key], np.uint64), sizes)
         maps, fits = self.maps(params, sizes)
@@ -126,7 +162,7 @@ class EncodedImages:
         return {DATA: stored_bytes(image), MAP: maps[0]}, params[0], size
 
 
-def check_whole(image: Any, exif: bool) -> None:
+def _check_whole(image: Any, exif: bool) -> None:
     """Raise SampleError for a JPEG that is cut short, as most damaged files are, or fails its checksum."""
     check_checksum(image)
     if bytes(image[:3]) == _JPEG and bytes(image[-2:]) != _END_OF_IMAGE:
@@ -222,41 +258,25 @@ def _qualified(
         raise _refused(f"{given}: several views")
     program = transform.program
     if program is None or transform.has_rest:
-        raise _refused(f"{given}: {_first_unknown(transform.transform)}")
+        why = "its images have their own sizes: end with a crop or resize to one"
+        if transform.transform is not None:
+            why = why_no_program(transform.transform)
+        raise _refused(f"{given}: {why}")
     for step in program.steps:
         name = type(step).__name__
         if not {*step.ops} <= _MOVES:
             raise _refused(f"{given}: the step {name}")
         if isinstance(step, Pad) and step.border_mode != _CONSTANT:
             raise _refused(f"{given}: {name} with border_mode={step.border_mode}")
-        if getattr(step, "interpolation", LINEAR) not in (LINEAR, CUBIC):
-            raise _refused(
-                f"{given}: {name} with interpolation={getattr(step, 'interpolation', LINEAR)}"
-            )
+        interpolation = getattr(step, "interpolation", LINEAR)
+        if interpolation not in (LINEAR, CUBIC):
+            raise _refused(f"{given}: {name} with interpolation={interpolation}")
     return transform, program
 
 
-def _first_unknown(transform: Any) -> str:
-    """Name the first part of a transform, or of its steps behind the program, whose step is unknown here."""
-    if transform is None:
-        return "images of their own sizes (end with a crop or resize to a fixed size)"
-    if type(transform).__module__.startswith("albumentations.") and hasattr(
-        transform, "transforms"
-    ):
-        for step in transform.transforms:
-            if native_step(type(step).__name__, vars(step)) is None:
-                return f"the step {type(step).__name__}"
-        return "steps whose results have no fixed size, or that have more than steps (p, boxes, …)"
-    library = type(transform).__module__.partition(".")[0]
-    if library == "torchvision":
-        return f"a pipeline of {library}"
-    return f"a {type(transform).__name__}"
-
-
-def _refused(feature: str) -> ConfigError:
+def _refused(why: str) -> ConfigError:
     return ConfigError(
-        f"{feature} cannot be done with transform.decode='device', which has the presets light, center, resize "
-        "and flip-crop, and steps that crop, resize (linear, cubic), pad with a color, flip, or turn by 90 "
-        "degrees: move the others to `augment` (augment.preset, augment.ops, augment.module), "
-        "or set transform.decode='cpu'"
+        f"{why}: transform.decode='device' has the presets light, center, resize and flip-crop, and steps that "
+        "crop, resize (linear, cubic), pad with a color, flip, or turn by 90 degrees. Move the others to "
+        "`augment` (augment.preset, augment.ops, augment.module), or set transform.decode='cpu'"
     )

@@ -83,11 +83,13 @@ class _Look(NamedTuple):
     """The probes, as steps have made them.
 
     Attributes:
+        form: the type of the images.
         dtype: of their values.
         mean, std: of each channel, with which they are (x - mean) / std of pixels x; empty: they are not.
     """
 
     images: list[Any]
+    form: str = ""
     dtype: str = ""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -119,22 +121,19 @@ def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
     form = accepted[0] if accepted else forms[0]
     steps = list(flat(for_form(copied(pipeline), form)))
     given = _given(steps, in_form(np.tile(_NOISE, (4, 4, 1)), form))
-    last = max(number for number, image in enumerate(given) if not _is_float(image))
-    for num_kept in range(last + 1):
-        ending = _ending(steps[num_kept:], given[num_kept:], kind)
-        if ending.on_device:
-            break
-    makes_floats = bool(ending.steps) and _is_float(given[-1])
-    taken = ending if makes_floats else None
-    if not ending.on_device or num_kept == len(steps):
-        return pipeline, taken
+    if not _is_float(given[-1]):
+        return pipeline, None
+    num_kept = max(number for number, image in enumerate(given) if not _is_float(image))
+    ending = _ending(steps[num_kept:], given[num_kept:], kind)
+    if ending is None or not ending.on_device:
+        return pipeline, ending
     without_ending = shortened(pipeline, num_kept)
     if without_ending is not None and kind == "pil" and form == "tensor":
         from torchvision.transforms import v2
 
         # Only the steps that are taken off say so.
         without_ending = v2.Compose([without_ending])
-    return without_ending, taken
+    return without_ending, ending
 
 
 def _given(steps: Sequence[Any], image: Any) -> list[Any]:
@@ -154,45 +153,46 @@ def _given(steps: Sequence[Any], image: Any) -> list[Any]:
     return given
 
 
-def _ending(steps: Sequence[Any], given: Sequence[Any], kind: TransformKind) -> Ending:
-    """The ending that the last steps of a pipeline are; or why they are none, in `because`.
+def _ending(
+    steps: Sequence[Any], given: Sequence[Any], kind: TransformKind
+) -> Ending | None:
+    """The ending that the last steps of a pipeline are, or why they are none, in `because`.
 
     Args:
+        steps: the first makes floats.
         given: the image that each step is given, and the last one's result.
         kind: the pipeline's.
 
     Returns:
-        Without names of steps, if none but the user's own changes a value.
+        None, if only the user's own code makes floats.
     """
     look = _looked(_probes(given[0]))
     names = list[str]()
-    normalizes = False
-    because = ""
-    if steps and not _is_rgb(given[0], kind):
-        because = _NO_RGB
+    because = "" if _is_rgb(given[0], kind) else _NO_RGB
     for number, step in enumerate(steps):
         seen = _looked(_made(step, look.images))
-        has_numbers = _has_numbers(step)
-        changes_values = has_numbers or seen[1:] != look[1:]
-        changes_form = [*map(type, seen.images)] != [*map(type, look.images)]
-        if seen.mean and (changes_values or changes_form):
+        if seen.mean and (_has_numbers(step) or seen[1:] != look[1:]):
             look = seen
         elif number:
             because = because or f"{_name(steps[0])} stands before {_name(step)}"
-            changes_values = False
+            continue
         else:
-            look = _looked(_probes(given[1], as_floats=_is_float(given[1])))
+            look = _looked(_probes(given[1], as_floats=True))
+            because = _NO_RGB
             # A library's whole pipeline in one step, which resizes, is as the user's own.
-            resizes = bool(seen.images) and not seen.dtype
-            changes_values = not resizes and not has_user_code(step)
-            because = _BY_CHANCE if changes_values else _NO_RGB
-        if changes_values:
-            names.append(_name(step))
-        if has_numbers and (changes_values or seen.images):
-            normalizes = True
-    because = because.format("".join(names[:1]))
+            if has_user_code(step) or (seen.images and not seen.dtype):
+                continue
+            because = _BY_CHANCE
+        names.append(_name(step))
+    if not names:
+        return None
     return Ending(
-        ", ".join(names), look.dtype, look.mean, look.std, normalizes, because
+        ", ".join(names),
+        look.dtype,
+        look.mean,
+        look.std,
+        any(map(_has_numbers, steps)),
+        because.format(names[0]),
     )
 
 
@@ -224,6 +224,7 @@ def _looked(images: list[Any]) -> _Look:
     arrays = list(map(channels_last, images))
     if [array.shape for array in arrays] != [_NOISE.shape] * len(_PROBES):
         return _Look(images)
+    form = type(images[0]).__name__
     dtype = _dtype(images[0])
     values = np.stack(arrays).reshape(-1, 3).astype(float)
     pixels = _PROBES.reshape(-1, 3) / 255
@@ -234,8 +235,8 @@ def _looked(images: list[Any]) -> _Look:
         mean = (0 - (values.min(axis=0) / scale).round(digits)).tolist()
         std = [float(f"{1 / number:.{digits}g}") for number in scale]
         if np.abs((pixels - mean) / std - values).max() < limit:
-            return _Look(images, dtype, tuple(mean), tuple(std))
-    return _Look(images, dtype)
+            return _Look(images, form, dtype, tuple(mean), tuple(std))
+    return _Look(images, form, dtype)
 
 
 def _probes(image: Any, as_floats: bool = False) -> list[Any]:
@@ -294,28 +295,24 @@ def normalization(
         if ending.on_device:
             return AugmentConfig(mean=ending.mean, std=ending.std)
         return None
-    of_pipeline = AugmentConfig(mean=ending.mean, std=ending.std)
-    numbers = augment.mean, augment.std
-    if numbers not in (
-        (AugmentConfig.mean, AugmentConfig.std),
-        (of_pipeline.mean, of_pipeline.std),
-    ):
+    numbers = (augment.mean, augment.std)
+    of_pipeline = (ending.mean, ending.std)
+    if numbers not in ((AugmentConfig.mean, AugmentConfig.std), of_pipeline):
         raise ConfigError(
             f"transform.{split} ends with {ending.steps} (mean {_text(ending.mean)}, std {_text(ending.std)}), "
             f"and augment.mean is {_text(augment.mean)}, augment.std {_text(augment.std)}: images are normalized "
             "once, so leave one of them out"
         )
     if ending.on_device:
-        return replace(augment, mean=of_pipeline.mean, std=of_pipeline.std)
+        return replace(augment, mean=ending.mean, std=ending.std)
     if augment.preset != "none" or augment.ops or augment.module:
         raise ConfigError(
             f"transform.{split} normalizes on the CPU, since {ending.because}, and augment.preset, ops and module "
             "take images in [0, 1]: end the pipeline with its Normalize, which then follows the augmentation on "
             "the device"
         )
-    return replace(
-        augment, mean=(0.0,) * len(ending.mean), std=(1.0,) * len(ending.std)
-    )
+    num_channels = len(ending.mean)
+    return replace(augment, mean=(0.0,) * num_channels, std=(1.0,) * num_channels)
 
 
 def _text(numbers: Sequence[float]) -> str:

@@ -170,6 +170,22 @@ class MicroBatch:
         return values
 
 
+class MadeRows(NamedTuple):
+    """Rows of a micro-batch whose images are made.
+
+    Attributes:
+        rows: int64 (n,).
+        params: of the first image of each, int64 (n, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int (n, 2).
+        fields: fields of each that are not in arrays yet; None = there are none.
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
+    fields: Sequence[dict[str, Any]] | None = None
+
+
 class Rows:
     """Rows of micro-batches, end to end, in one piece of memory. They are filled in any order.
 

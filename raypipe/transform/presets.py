@@ -133,23 +133,6 @@ def _check_name(name: str) -> None:
     )
 
 
-def num_pixels(transform: object, size: int) -> int | None:
-    """Pixels of all that a sample becomes, where it is known by a preset's name; else None."""
-    if is_preset(transform):
-        return size**2
-    if not makes_views(transform):
-        return None
-    views = find_views(transform, size).values()
-    is_known = isinstance(transform, str) or all(
-        is_preset(view_transform)
-        for view in views
-        for view_transform in view.transforms
-    )
-    if is_known:
-        return sum(view.count * view.size**2 for view in views)
-    return None
-
-
 def is_preset(transform: object) -> bool:
     """True if a transform is named here and ends at size × size."""
     return isinstance(transform, str) and transform in PRESETS

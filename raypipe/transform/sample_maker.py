@@ -23,18 +23,18 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
-from raypipe.transform.at_once import KernelImages, sizes_by_header
+from raypipe.transform.at_once import KernelImages
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.decoder import decoder_of, opener_of
-from raypipe.transform.decode.jpeg import Undecoded
+from raypipe.transform.decode.array import decoder_of
+from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
 from raypipe.transform.decode.rgb import (
     image_size,
     stored_bytes,
     stored_orientation,
 )
-from raypipe.transform.encoded import EncodedImages, check_whole
+from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, learn
+from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, images_in, learn
 from raypipe.transform.keys import Key
 from raypipe.transform.pixels import pixels_of
 from raypipe.transform.presets import build_transform
@@ -72,7 +72,6 @@ class SampleMaker:
 
     Attributes:
         fields: fields of a sample, by name; the first sample sets unknown shapes.
-        draws_globally: whether it draws from generators that all threads share.
         has_user_code: whether it runs code of the user's.
 
     Raises:
@@ -100,31 +99,29 @@ class SampleMaker:
         self._transforms = [view.transform for view in self._views]
         self._has_views = self._views[0].field != IMAGE
         self._columns = ColumnMaker(columns) if columns else None
-        self.draws_globally = any(
-            transform.draws_globally for transform in self._transforms
-        )
-        if self._columns is not None and self._columns.draws_globally:
-            self.draws_globally = True
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
-        self._open = opener_of(config, self._crops_first)
-        self._images: dict[str, Field] = {}
-        self._kernel: KernelImages | None = None
+        self._decode = decoder_of(config)
+        # Crops are taken of undecoded JPEGs; views share one decoding of the whole image.
+        has_crop = self._transforms[0].crop_target is not None
+        self._crops_first = has_crop and not self._has_views
+        self._at_once: KernelImages | EncodedImages | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
             only = None if self._has_views else self._transforms[0]
-            self._encoded = EncodedImages(only, brief(transform))
+            self._encoded = EncodedImages(only, brief(transform), config.apply_exif)
+            self._at_once = self._encoded
             self.fields[MAP] = self._encoded.field
         elif pixels.is_rgb:
             self._use_kernel(threads)
 
     @property
-    def _crops_first(self) -> bool:
-        """True if crops are taken of undecoded JPEGs; views share one decoding of the whole image."""
-        if self._has_views or self._config.crop_decode == "off":
-            return False
-        return self._transforms[0].crop_target is not None
+    def draws_globally(self) -> bool:
+        """True if it draws from generators that all threads share, as a first call may show."""
+        if self._columns is not None and self._columns.draws_globally:
+            return True
+        return any(transform.draws_globally for transform in self._transforms)
 
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""
@@ -132,11 +129,12 @@ class SampleMaker:
         is_known = all(transform.program for transform in self._transforms)
         if not is_known or (self._targets and has_rest):
             return
-        decode = decoder_of(self._config)
-        self._kernel = KernelImages(self._views, self._config, decode, threads)
+        self._at_once = KernelImages(
+            self._views, self._config.apply_exif, self._decode, threads
+        )
         if not has_rest:  # sizes are known before the first sample
             blanks = [_blank(transform) for transform in self._transforms]
-            self._learn(join_crops(self._views, blanks))
+            self._check(join_crops(self._views, blanks))
 
     def make(self, samples: Samples, keys: np.ndarray) -> Rows:
         """Make a micro-batch of samples, of which none is bad: for measurements.
@@ -172,13 +170,10 @@ class SampleMaker:
             The image's field; its program; int64 (B, P), see `Program.draw`; and bool (B,), the rows whose images
             have a size, without which nothing is drawn.
         """
-        exif = self._config.apply_exif
-        sizes = sizes_by_header(samples.images, exif)
-        for row in np.flatnonzero(sizes[:, 0] == 0).tolist():
-            if samples.images[row] is not None:
-                with contextlib.suppress(SampleError):
-                    image = stored_bytes(samples.images[row])
-                    sizes[row] = image_size(image, exif=exif)
+        sizes = np.zeros((len(samples), 2), np.int64)
+        for row, image in enumerate(samples.images):
+            with contextlib.suppress(SampleError):
+                sizes[row] = image_size(image, exif=self._config.apply_exif)
         is_known = sizes[:, 0] > 0
         for view in self._views:
             program = view.transform.program
@@ -201,11 +196,14 @@ class SampleMaker:
         """
         other_fields = self._others(sample, key)  # first: they cost less than an image
         if self._encoded:
-            encoded, drawn, size = self._encoded.fields_of(
-                sample.image, key, self._config.apply_exif
-            )
+            encoded, drawn, size = self._encoded.fields_of(sample.image, key)
             return encoded | self._followers(sample, drawn, size) | other_fields
-        image = self._open(stored_bytes(sample.image))
+        encoded_image = stored_bytes(sample.image)
+        image: np.ndarray | Undecoded | None = None
+        if self._crops_first:
+            image = open_for_crop(encoded_image, self._config.apply_exif)
+        if image is None:
+            image = self._decode(encoded_image)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
             targets = self._decoded_targets(
@@ -219,8 +217,6 @@ class SampleMaker:
             raise failed("the transform", error) from error
         images = transformed.images
         self._check(images)
-        if not self._images:
-            self._learn(images)
         fields = images
         if targets:
             shape = images[IMAGE].shape
@@ -251,57 +247,31 @@ class SampleMaker:
         if not out.arrays:
             return is_made
         is_wanted = is_wanted & (samples.labels != NO_LABEL)
-        if self._encoded:
-            images: Iterator[tuple[Any, ...]] = self._encoded_images(
-                self._encoded, samples, keys, is_wanted
-            )
-        elif self._kernel:
-            rows = slice(first, first + len(samples))
-            arrays = {name: array[rows] for name, array in out.arrays.items()}
-            images = self._kernel.make(samples, is_wanted, keys, arrays)
-        else:
+        if self._at_once is None:
             return is_made
-        for made_rows, params, sizes, *fields_of in images:
-            if not self._targets and self._columns is None and not fields_of:
+        rows = slice(first, first + len(samples))
+        arrays = {name: array[rows] for name, array in out.arrays.items()}
+        for made in self._at_once.make(samples, is_wanted, keys, arrays):
+            if not self._targets and self._columns is None and made.fields is None:
                 out.put_labels(
-                    first + made_rows, indices[made_rows], samples.labels[made_rows]
+                    first + made.rows, indices[made.rows], samples.labels[made.rows]
                 )
-                is_made[made_rows] = True
+                is_made[made.rows] = True
                 continue
-            for number, row in enumerate(made_rows.tolist()):
+            for number, row in enumerate(made.rows.tolist()):
                 with contextlib.suppress(SampleError, ConfigError):
                     # `slow` meets it again
                     sample = samples[row]
-                    height, width = sizes[number].tolist()
+                    height, width = made.sizes[number].tolist()
                     fields = self._others(sample, keys[row].tolist())
-                    fields |= self._followers(sample, params[number], (height, width))
-                    if fields_of:
-                        fields |= fields_of[0][number]
+                    fields |= self._followers(
+                        sample, made.params[number], (height, width)
+                    )
+                    if made.fields is not None:
+                        fields |= made.fields[number]
                     out.put(first + row, int(indices[row]), fields)
                     is_made[row] = True
         return is_made
-
-    def _encoded_images(
-        self,
-        encoded: EncodedImages,
-        samples: Samples,
-        keys: np.ndarray,
-        is_wanted: np.ndarray,
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]]:
-        """The rows whose images need no more than their header here, as `KernelImages.make`; and their fields."""
-        sizes = sizes_by_header(samples.images, self._config.apply_exif)
-        (rows,) = np.nonzero(is_wanted & (sizes[:, 0] > 0))
-        params, _ = encoded.program.draw(keys[rows], sizes[rows])
-        maps, fits = encoded.maps(params, sizes[rows])
-        whole = []
-        fields = []
-        for number in np.flatnonzero(fits).tolist():
-            image = samples.images[rows[number]]
-            with contextlib.suppress(SampleError):  # `slow` meets it again
-                check_whole(image, self._config.apply_exif)
-                fields.append({DATA: stored_bytes(image), MAP: maps[number]})
-                whole.append(number)
-        yield rows[whole], params[whole], sizes[rows[whole]], fields
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -380,21 +350,16 @@ class SampleMaker:
         shape: tuple[int, ...],
     ) -> dict[str, np.ndarray]:
         """The fields of targets behind the transform; `shape` is that of the image."""
+        limit = self._config.max_targets
         return {
             name: TARGETS[name].finish(
-                transformed[TARGETS[name].keyword], value, shape, self.fields[name]
+                transformed[TARGETS[name].keyword], value, shape, limit
             )
             for name, value in targets.items()
         }
 
-    def _learn(self, images: dict[str, np.ndarray]) -> None:
-        """Note an image, or views, as which all others must be."""
-        self._images = _fields_of(images)
-        self._check(images)
-        learn(self.fields, images)
-
     def _check(self, images: dict[str, np.ndarray]) -> None:
-        """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the others."""
+        """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the first."""
         sides = images[IMAGE].shape[:2] if IMAGE in images else ()
         if self._sides and sides != self._sides:
             raise ConfigError(
@@ -402,10 +367,16 @@ class SampleMaker:
                 f" it must be {self._sides}, (height, width): end it with a crop or resize to the size that a"
                 " module:function is called with"
             )
-        fields = _fields_of(images)
-        if self._images and fields != self._images:
+        expected = images_in(self.fields)
+        fields = {
+            name: Field("array", image.dtype.name, image.shape)
+            for name, image in images.items()
+        }
+        if any(field.shape is None for field in expected.values()):
+            learn(self.fields, images)
+        elif fields != expected:
             raise ConfigError(
-                f"the transform made {_in_words(fields)}, where {_in_words(self._images)} is expected as for the "
+                f"the transform made {_in_words(fields)}, where {_in_words(expected)} is expected as for the "
                 "others: samples must have one dtype and as many channels, and the transform end with a crop or "
                 "resize to a fixed size"
             )
@@ -419,13 +390,6 @@ def _blank(transform: SampleTransform) -> np.ndarray:
 
 def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {TARGETS[name].keyword: value for name, value in targets.items()}
-
-
-def _fields_of(images: dict[str, np.ndarray]) -> dict[str, Field]:
-    return {
-        name: Field("array", image.dtype.name, image.shape)
-        for name, image in images.items()
-    }
 
 
 def _in_words(images: dict[str, Field]) -> str:

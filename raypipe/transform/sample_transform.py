@@ -103,7 +103,7 @@ class SampleTransform:
         self._forms = forms_of(self.kind, pixels.is_rgb)
         self._form = self._forms[0]
         # Its first image shows whether it takes that.
-        self._has_form = len(self._forms) == 1 or bool(targets)
+        self._may_find_form = len(self._forms) > 1 and not targets
         if targets and self.has_rest and self.kind != "torchvision":
             transform = target_pipeline(transform, targets)
         elif self.kind == "albumentations":
@@ -133,7 +133,7 @@ class SampleTransform:
             self.transform.set_random_state(self._keyed.generator, self._random)
             self.draws_globally = self.has_user_code
         self._reached: ReachedGenerators | None = None
-        self._is_first = self.has_user_code
+        self._is_settled = not (self.has_user_code or self._may_find_form)
         if self.has_user_code:
             self._reached = ReachedGenerators(self.transform, self._keyed.generator)
             if self._reached:
@@ -207,16 +207,10 @@ class SampleTransform:
         self, image: np.ndarray, targets: dict[str, Any], key: Key
     ) -> Transformed:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
-        if self._is_first and self._reached is not None:
-            self._is_first = False
-            kept = image.copy()
-            result = self._run(image, targets, key)
-            if self._reached.look():
-                # it has made a pipeline, which drew without a seed
-                self.draws_globally = True
-                result = self._run(kept, targets, key)
+        if self._is_settled:
+            result = self._called(image, targets, key)
         else:
-            result = self._run(image, targets, key)
+            result = self._settled(image, targets, key)
         if self.kind == "albumentations" or targets:
             return Transformed({IMAGE: self._checked(result[IMAGE])}, result)
         # A function that returns only `image` has mistaken Albumentations' result for the image.
@@ -227,22 +221,28 @@ class SampleTransform:
     def _checked(self, result: Any) -> np.ndarray:
         return self._pixels.of_image(result, self.kind)
 
-    def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
-        if self._has_form:
-            return self._called(image, targets, key)
-        self._has_form = True
+    def _settled(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
+        """Run it for the first time, which shows its form, and pipelines that its code makes at its first call."""
+        self._is_settled = True
         kept = image.copy()
         try:
-            return self._called(image, targets, key)
+            result = self._called(image, targets, key)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception:
             if not self._finds_form():
                 raise
-            return self._called(kept, targets, key)
+            result = self._called(kept.copy(), targets, key)
+        if self._reached is not None and self._reached.look():
+            # A pipeline that it has made drew without a seed.
+            self.draws_globally = True
+            result = self._called(kept, targets, key)
+        return result
 
     def _finds_form(self) -> bool:
         """Change to another form, if the transform takes that and not this one."""
+        if not self._may_find_form:
+            return False
         transform = self._given[0]
         found = probed(transform, self._forms, **self._rng)
         if found is None or found[0] == self._form:

@@ -138,18 +138,17 @@ def read_samples(
 
 def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
     columns: Any = store.read(indices, names)
-    if not isinstance(columns, Columns) or set(columns) != set(names):
+    lengths = dict[str, int]()
+    if isinstance(columns, Columns):
+        lengths = dict.fromkeys(columns, len(columns.table))
+        if columns.images is not None:
+            lengths["image"] = len(columns.images)
+    if lengths != dict.fromkeys(names, len(indices)):
+        returned = lengths or type(columns).__name__
         raise StoreError(
-            f"{store.address}: `read` must return raypipe.stores.Columns of {', '.join(names)}, and returned "
-            f"{', '.join(columns) if isinstance(columns, Columns) else type(columns).__name__}"
+            f"{store.address}: `read` must return raypipe.stores.Columns of {', '.join(names)}, with "
+            f"{len(indices)} values of each, and returned {returned}"
         )
-    for name in names:
-        num = len(columns["image"] if name == "image" else columns.table)
-        if num != len(indices):
-            raise StoreError(
-                f"{store.address}: `read` must return {len(indices)} values of {name!r} for {len(indices)} "
-                f"indices, and returned {num}"
-            )
     for image in columns["image"]:
         if not isinstance(image, _ENCODED):
             raise StoreError(

@@ -89,27 +89,31 @@ def _taken_from_views(
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
     without_endings = dict[str, Any]()
-    endings = dict[str, tuple[str, Ending | None]]()
+    endings = dict[str, Ending | None]()  # It has one entry, of the first view.
     for name, view in find_views(views, size).items():
         taken = [_taken(transform, size) for transform in view.transforms]
-        without_endings[name] = replace(
-            view, transforms=tuple(kept for kept, _ in taken)
-        )
+        kept = tuple(transform for transform, _ in taken)
+        without_endings[name] = replace(view, transforms=kept)
         for transform, (_, ending) in zip(view.transforms, taken, strict=True):
-            if not _is_named(transform):
-                endings.setdefault(ending.described if ending else "", (name, ending))
-    if len(endings) > 1:
-        (first_name, first), (name, ending) = list(endings.values())[:2]
-        raise ConfigError(
-            f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with {_described(first)}: "
-            "end the pipelines of all views alike"
-        )
-    return without_endings, next((ending for _, ending in endings.values()), None)
+            if _is_named(transform):
+                continue
+            first = next(iter(endings), name)
+            first_ending = endings.setdefault(first, ending)
+            if _numbers_of(ending) != _numbers_of(first_ending):
+                raise ConfigError(
+                    f"view {name!r} ends with {_described(ending)}, and view {first!r} with "
+                    f"{_described(first_ending)}: end the pipelines of all views alike"
+                )
+    return without_endings, next(iter(endings.values()), None)
 
 
 def _is_named(transform: Any) -> bool:
     """True for a preset, or nothing."""
     return transform is None or (isinstance(transform, str) and ":" not in transform)
+
+
+def _numbers_of(ending: Ending | None) -> str:
+    return ending.described if ending else ""
 
 
 def _described(ending: Ending | None) -> str:

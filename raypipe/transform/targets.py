@@ -22,7 +22,6 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,34 +99,32 @@ def decode_boxes(
         ConfigError: they are a struct of lists, and boxes_format is empty.
     """
     struct = _struct_in(value)
-    if struct is not None and not boxes_format and not struct.keys().isdisjoint(_BOXES):
+    if struct is not None and boxes_format:
+        value = _rows(struct)
+    elif struct is not None and not struct.keys().isdisjoint(_BOXES):
         raise ConfigError(
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
             "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
         )
-    rows = _rows(struct) if struct is not None and boxes_format else value
-    boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
+    boxes = _numbers(value, "boxes", "x0, y0, x1, y1, label")
     if boxes_format == "xywh":
         boxes[:, 2:4] += boxes[:, :2]
     corners = boxes[:, :4]
-    labels = boxes[:, 4]
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
-    wrong = {
-        **_wrong(boxes, labels),
-        f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)": (
-            (corners < -1) | (corners > limits + 1)
-        ).any(1),
-        "is empty: expected is x0 < x1, y0 < y1, in the image": (
-            cut[:, :2] >= cut[:, 2:]
-        ).any(1),
-    }
-    for why, which in wrong.items():
-        for number in np.flatnonzero(which)[:1]:
-            raise SampleError(
-                f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}"
-            )
-    return np.hstack([cut, labels[:, None]]).astype(np.float32)
+    is_beyond = np.any((corners < -1) | (corners > limits + 1), axis=1)
+    is_empty = (cut[:, :2] >= cut[:, 2:]).any(1)
+    _check_each("box", boxes)
+    _refuse(
+        "box",
+        boxes,
+        is_beyond,
+        f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)",
+    )
+    _refuse(
+        "box", boxes, is_empty, "is empty: expected is x0 < x1, y0 < y1, in the image"
+    )
+    return np.hstack([cut, boxes[:, 4:]]).astype(np.float32)
 
 
 _BOXES = ("bbox", "bboxes", "boxes")
@@ -185,24 +182,31 @@ def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
         SampleError: they are malformed.
     """
     keypoints = _numbers(value, "keypoints", "x, y, label")
-    for why, which in _wrong(keypoints, keypoints[:, 2]).items():
-        for number in np.flatnonzero(which)[:1]:
-            raise SampleError(
-                f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}"
-            )
+    _check_each("keypoint", keypoints)
     return keypoints.astype(np.float32)
 
 
-def _wrong(numbers: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Return why float32 cannot hold numbers, float64 (K, n), or labels, (K,), exactly; and which, bool
-    (K,)."""
+def _check_each(kind: str, rows: np.ndarray) -> None:
+    """Raise SampleError unless float32 holds all numbers, float64 (K, n), and the last of each is a label."""
+    labels = rows[:, -1]
     with np.errstate(over="ignore"):
-        finite = np.isfinite(numbers.astype(np.float32)).all(1)
-    whole = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
-    return {
-        "is not finite as float32": ~finite,
-        f"has a label that is not a whole number from 0 to {_MAX_LABEL}": ~whole,
-    }
+        is_finite = np.all(np.isfinite(rows.astype(np.float32)), axis=1)
+    is_label = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
+    _refuse(kind, rows, ~is_finite, "is not finite as float32")
+    _refuse(
+        kind,
+        rows,
+        ~is_label,
+        f"has a label that is not a whole number from 0 to {_MAX_LABEL}",
+    )
+
+
+def _refuse(kind: str, rows: np.ndarray, is_wrong: np.ndarray, why: str) -> None:
+    """Raise SampleError for the first row that is wrong."""
+    for number in np.flatnonzero(is_wrong)[:1]:
+        raise SampleError(
+            f"{kind} {number} of {len(rows)}, {rows[number].tolist()}, {why}"
+        )
 
 
 def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -224,42 +228,53 @@ class Target:
 
     Attributes:
         keyword: Albumentations' name for it.
+        width: numbers of each box or keypoint, the last of which is a label; 0 = a mask.
         decode: (stored value, (height, width) of the image) → the pipeline's input.
-        field: field of a micro-batch.
-        finish: (the pipeline's result, decoded value, shape of the resulting image, the field) → the sample's
-            value of the field.
     """
 
     keyword: str
-    decode: Callable[[Any, tuple[int, int]], np.ndarray]
-    field: Callable[[TransformConfig], Field]
-    finish: Callable[[Any, np.ndarray, tuple[int, ...], Field], np.ndarray]
+    width: int
+    decode: Callable[..., np.ndarray]
 
+    def field(self, config: TransformConfig) -> Field:
+        """The field of a micro-batch that has it."""
+        if not self.width:
+            return Field("array", "uint8", None, IGNORE)
+        fill = (*[0.0] * (self.width - 1), float(NO_BOX))
+        shape = (config.max_targets, self.width)
+        return Field("array", "float32", shape, fill, is_padded=True)
 
-def _finish_mask(
-    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
-) -> np.ndarray:
-    if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
-        raise ConfigError(
-            f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
-            f"{(*image[:2], 3)}: it must be uint8 of the image's height and width"
-        )
-    return transformed
+    def finish(
+        self,
+        transformed: Any,
+        decoded: np.ndarray,
+        image: tuple[int, ...],
+        limit: int,
+    ) -> np.ndarray:
+        """The sample's value of the field.
 
-
-def _finish_boxes(
-    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
-) -> np.ndarray:
-    # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
-    _check_number("boxes", max(len(transformed), len(decoded)), field)
-    return np.asarray(transformed, np.float32).reshape(-1, 5)
-
-
-def _finish_keypoints(
-    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
-) -> np.ndarray:
-    _check_number("keypoints", len(decoded), field)
-    return marked(transformed, image)
+        Args:
+            transformed: the pipeline's result, of what was decoded.
+            image: shape of the resulting image.
+            limit: the most boxes, or keypoints, that a sample may have.
+        """
+        if not self.width:
+            if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
+                raise ConfigError(
+                    f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
+                    f"{(*image[:2], 3)}: it must be uint8 of the image's height and width"
+                )
+            return transformed
+        # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
+        number = max(len(transformed), len(decoded))
+        if number > limit:
+            name = "boxes" if self.width == 5 else "keypoints"
+            raise ConfigError(
+                f"it has {number} {name}, and transform.max_targets is {limit}: raise it, or leave the sample out"
+            )
+        if self.keyword == "keypoints":
+            return marked(transformed, image)
+        return np.asarray(transformed, np.float32).reshape(-1, self.width)
 
 
 def by_pipeline(
@@ -287,31 +302,10 @@ def by_pipeline(
     return {**result, "keypoints": kept}
 
 
-def _check_number(name: str, number: int, field: Field) -> None:
-    limit = (field.shape or (0,))[0]
-    if number > limit:
-        raise ConfigError(
-            f"it has {number} {name}, and transform.max_targets is {limit}: raise it, or leave the sample out"
-        )
-
-
-def _rows_of(width: int) -> Callable[[TransformConfig], Field]:
-    """A field of up to transform.max_targets rows of numbers, the last of which is a label."""
-    fill = (*([0.0] * (width - 1)), float(NO_BOX))
-    return lambda config: Field(
-        "array", "float32", (config.max_targets, width), fill, is_padded=True
-    )
-
-
 TARGETS = {
-    "mask": Target(
-        "mask",
-        decode_mask,
-        lambda _: Field("array", "uint8", None, IGNORE),
-        _finish_mask,
-    ),
-    "boxes": Target("bboxes", decode_boxes, _rows_of(5), _finish_boxes),
-    "keypoints": Target("keypoints", decode_keypoints, _rows_of(3), _finish_keypoints),
+    "mask": Target("mask", 0, decode_mask),
+    "boxes": Target("bboxes", 5, decode_boxes),
+    "keypoints": Target("keypoints", 3, decode_keypoints),
 }
 """By name; `TransformConfig` has a setting NAME_column for each."""
 
@@ -332,12 +326,8 @@ def decode_targets(
     """
     decoded = {}
     for name, column in targets.items():
-        decode = (
-            partial(decode_boxes, boxes_format=boxes_format)
-            if name == "boxes"
-            else TARGETS[name].decode
-        )
-        decoded[name] = decode(columns[column], size)
+        options = {"boxes_format": boxes_format} if name == "boxes" else {}
+        decoded[name] = TARGETS[name].decode(columns[column], size, **options)
     return decoded
 
 
@@ -369,14 +359,6 @@ def _numbers(value: Any, target_name: str, fields: str) -> np.ndarray:
             f"the {target_name} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]"
         )
     return numbers.reshape(-1, width)
-
-
-# Albumentations knows these; others are treated like masks
-_KEYWORDS = (
-    "mask",
-    "bboxes",
-    "keypoints",
-)
 
 
 def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
@@ -423,11 +405,6 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             keypoint_params=library.KeypointParams("xy", remove_invisible=False)
             if "keypoints" in targets
             else None,
-            additional_targets={
-                keyword: "mask"
-                for name in targets
-                if (keyword := TARGETS[name].keyword) not in _KEYWORDS
-            },
             p=transform.p,
             is_check_shapes=False,
             save_applied_params=transform.save_applied_params,

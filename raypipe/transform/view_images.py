@@ -85,13 +85,10 @@ def join_crops(
 def _stacked(field: str, images: Sequence[np.ndarray]) -> np.ndarray:
     if len(images) == 1:
         return images[0]
-    if len({image.shape for image in images}) > 1:
-        sizes = sorted({f"{image.shape[0]}x{image.shape[1]}" for image in images})
+    kinds = sorted({f"{image.dtype} {image.shape}" for image in images})
+    if len(kinds) > 1:
         raise ConfigError(
-            f"the crops of {field} differ in size, {', '.join(sizes)} (height x width): end their transforms with "
-            "a crop or resize to a fixed size"
+            f"the crops of {field} differ, {', '.join(kinds)}: end their transforms with a crop or resize to a "
+            "fixed size, and in one dtype"
         )
-    dtypes = sorted({str(image.dtype) for image in images})
-    if len(dtypes) > 1:
-        raise ConfigError(f"the crops of {field} differ in dtype, {', '.join(dtypes)}")
     return np.stack(images)

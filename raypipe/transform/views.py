@@ -154,18 +154,15 @@ def _view(name: object, entry: Any, size: int) -> View:
             f"{where}: there is no {unknown[0]!r}; choose from {', '.join(_KNOWN)}. (Steps of a pipeline "
             "are a list, [{NAME: {argument: value}}, …].)"
         )
-    count, size = entry.get("count", 1), entry.get("size", size)
-    if ("transform" in entry) == ("transforms" in entry) or (
-        "transforms" in entry and "count" in entry
-    ):
+    count = check(f"{where}: count", entry.get("count", 1), Crops)
+    size = check(f"{where}: size", entry.get("size", size), Side)
+    has_one = "transform" in entry
+    has_several = "transforms" in entry
+    if has_one == has_several or (has_several and "count" in entry):
         raise ConfigError(
             f"{where}: it needs a transform, with a count or without, or else transforms"
         )
-    count, size = (
-        check(f"{where}: count", count, Crops),
-        check(f"{where}: size", size, Side),
-    )
-    transforms = entry.get("transforms", [entry.get("transform")])
+    transforms = entry["transforms"] if has_several else [entry["transform"]]
     if not isinstance(transforms, list | tuple) or not transforms:
         raise ConfigError(
             f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}"

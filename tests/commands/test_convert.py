@@ -309,18 +309,6 @@ class TestConvert:
                 short_side=8,
             )
 
-    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_a_whole_shard_may_be_skipped(self, suffix: str, tmp_path: Path) -> None:
-        source = MemoryStore([*IMAGES[:2], b"", b"", *IMAGES[4:6]], LABELS[:6])
-        found = convert(
-            source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip"
-        )
-        assert (found["samples"], found["skipped"]) == (4, 2)
-        assert contents(open_store(tmp_path / f"copy{suffix}"))["image"] == [
-            *IMAGES[:2],
-            *IMAGES[4:6],
-        ]
-
     def test_nothing_but_bad_samples(self, tmp_path: Path) -> None:
         with pytest.raises(
             StoreError, match="no readable sample; the first: sample 0: it has no bytes"

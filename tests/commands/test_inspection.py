@@ -14,9 +14,8 @@ import pytest
 from raypipe.commands import cli
 from raypipe.commands.checked_samples import check_samples
 from raypipe.commands.inspection import describe
-from raypipe.commands.verify import _reasons, print_verified, task_bounds, verify
+from raypipe.commands.verify import print_verified, verify
 from raypipe.config import PlanConfig
-from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.memory import MemoryStore
@@ -96,30 +95,6 @@ def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
         found["height_px"],
         found["image_bytes"],
     ) == (0, 0, None, None)
-
-
-def test_ranges_cover_the_store_and_cut_no_group() -> None:
-    store = MemoryStore([b""] * 3000, None)
-    assert task_bounds(store, 4).tolist() == [0, 750, 1500, 2250, 3000]
-    assert (
-        task_bounds(store, 100)[[0, -1]].tolist() == [0, 3000]
-        and len(task_bounds(store, 100)) == 3000 // 256 + 1
-    )
-    grouped = MemoryStore([b""] * 3000, None, group_size=700)
-    assert task_bounds(grouped, 4).tolist() == [0, 1400, 2100, 2800, 3000]
-    assert task_bounds(MemoryStore([b""] * 3, None, group_size=2), 4).tolist() == [0, 3]
-    assert task_bounds(MemoryStore([], None), 4).tolist() == [0]
-    assert task_bounds(MemoryStore([], None, group_size=2), 4).tolist() == [0]
-
-
-def test_samples_that_share_a_reason_are_counted() -> None:
-    bad = [
-        {"index": index, "name": f"key {index}", "error": error}
-        for index, error in ((3, "a"), (5, "b"), (7, "a"))
-    ]
-    three, five, _ = bad
-    assert _reasons(bad) == [three | {"samples": 2}, five | {"samples": 1}]
-    assert _reasons([]) == []
 
 
 # The command without Ray
@@ -251,21 +226,6 @@ class TestVerify:
     def test_an_empty_store_has_no_bad_samples(self) -> None:
         found = verify(MemoryStore([], []))
         assert (found["samples"], found["bad_samples"], found["list"]) == (0, 0, None)
-
-    def test_a_store_that_a_task_does_not_see_ends_it(self, tmp_path: Path) -> None:
-        class Elsewhere(MemoryStore):
-            def __reduce__(self) -> Any:
-                return MemoryStore, ([b""], [0])
-
-        with pytest.raises(
-            StoreError,
-            match="has 1 samples for this process, 2 for the one that started it",
-        ):
-            verify(Elsewhere([b"", b""], [0, 0]))
-
-    def test_a_list_that_cannot_be_written_is_told_first(self, damaged: Path) -> None:
-        with pytest.raises(ConfigError, match=r"nowhere/bad\.json cannot be written"):
-            verify(open_store(damaged), "nowhere/bad.json")
 
 
 def test_images_of_16_bits_are_told(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.checked_samples import CheckedSample, check_samples, spread
+from raypipe.commands.checked_samples import CheckedSample, check_samples
 from raypipe.commands.inspection import types_of
 from raypipe.commands.verify import check_range
 from raypipe.config import RunConfig, StoreConfig
@@ -22,7 +22,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import run_columns
 
-from pictures import CLASSES, picture  # isort: skip
+from pictures import picture  # isort: skip
 
 NUM = 100
 IMAGES = [picture(i) for i in range(NUM)]
@@ -115,22 +115,6 @@ def test_a_row_group_that_cannot_be_read_is_all_of_its_samples(
     )
 
 
-def test_a_damaged_group_is_not_read_for_each_of_its_samples() -> None:
-    reads = []
-
-    class Grouped(MemoryStore):
-        def read(
-            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-        ) -> Any:
-            if "image" in columns and (indices >= 64).any() and (indices < 96).any():
-                reads.append(indices)
-                raise StoreError("damaged")
-            return super().read(indices, columns)
-
-    assert list(damaged(Grouped(IMAGES, [0] * NUM, group_size=32))) == [*range(64, 96)]
-    assert len(reads) <= 2 * 32 / 16 + 2
-
-
 def test_a_missing_label_is_the_fault_of_its_sample(tmp_path: Path) -> None:
     labels: list[int | None] = [None if i in (3, 33, 34) else 0 for i in range(NUM)]
     parquet(tmp_path / "train.parquet", labels, 30)
@@ -145,41 +129,11 @@ def test_a_store_without_labels_is_read_without_them() -> None:
 # The task
 
 
-def test_a_range_says_how_far_it_is_and_what_is_bad() -> None:
-    images = [BAD.get(i % 100, IMAGES[i % 100]) for i in range(700)]
-    store = MemoryStore(images, [0] * 700, CLASSES)
-    parts = list(check_range(store, 10, 700, 700))
-    assert [num for num, _, _ in parts] == [256, 256, 178]
-    assert sum(num_bytes for _, num_bytes, _ in parts) == sum(
-        len(image or b"") for image in images[10:]
-    )
-    bad = [entry for *_, found in parts for entry in found]
-    assert [entry["index"] for entry in bad] == [
-        i for i in range(10, 700) if i % 100 in BAD
-    ]
-    assert all(entry["error"] for entry in bad)
-
-
 def test_a_range_of_another_store_is_refused() -> None:
     with pytest.raises(
         StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"
     ):
         next(check_range(MemoryStore(IMAGES, [0] * NUM), 0, 10, 99))
-
-
-@pytest.mark.parametrize("num", [1, 63, 64, 65, 10_000])
-def test_samples_that_tell_of_a_store_are_spread_and_of_few_groups(num: int) -> None:
-    alone = spread(MemoryStore([b""] * num, None), 64)
-    assert len(alone) == min(num, 64) and alone[0] == 0 and alone[-1] == num - 1
-    store = MemoryStore([b""] * num, None, group_size=100)
-    groups, grouped = store.groups, spread(store, 64)
-    assert groups is not None
-    assert (
-        grouped.min() >= 0
-        and grouped.max() < num
-        and len(grouped) == len(np.unique(grouped)) <= 64
-    )
-    assert len(np.unique(np.searchsorted(groups, grouped, side="right"))) <= 8
 
 
 def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:

@@ -20,7 +20,7 @@ from raypipe.commands import ordered_samples, tasks
 from raypipe.commands.convert import convert
 from raypipe.commands.copies import CopySettings, num_shards
 from raypipe.commands.ordered_samples import Block, OrderedSamples
-from raypipe.errors import SampleError, StoreError
+from raypipe.errors import StoreError
 from raypipe.rayext import cluster
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
@@ -126,22 +126,6 @@ def test_in_a_bucket_new_shards_replace_the_old_ones_and_what_was_left(
         with filesystem.open_output_stream(f"{path}/00000-0123abcd.lmdb") as file:
             # by a task that died
             file.write(b"x")
-
-
-def test_in_a_bucket_an_error_leaves_the_old_store(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    convert(samples(20), f"{bucket}/a.lmdb", shards=2)
-    before = names_in(*open_filesystem(f"{bucket}/a.lmdb"))
-    bad = [*samples(30), {"image": b"no image", "label": 1, "name": "bad"}]
-    with pytest.raises(
-        SampleError,
-        match=r"the source: sample 30: .* Exclude such samples with --on-bad-sample",
-    ):
-        convert(bad, f"{bucket}/a.lmdb", shards=3, overwrite=True)
-    assert names_in(*open_filesystem(f"{bucket}/a.lmdb")) == before
-    assert list((tmp_path / "cache").glob("convert-*")) == []
 
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])

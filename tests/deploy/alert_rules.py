@@ -38,11 +38,6 @@ def selectors() -> Iterator[Any]:
     return (node for node in found if isinstance(node, promql.VectorSelector))
 
 
-def selected() -> set[str]:
-    """Names of the metrics that the rules ask for."""
-    return {node.name for node in selectors()}
-
-
 def seconds(text: str) -> float:
     """Of a duration such as 1h30m."""
     units = {"h": 3600, "m": 60, "s": 1}

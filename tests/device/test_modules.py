@@ -464,7 +464,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a mosaic of masks": (
         container(K.RandomMosaic(), keys=("input", "mask")),
         ["mask"],
-        "moves boxes, and no mask",
+        "RandomMosaic moves no mask",
     ),
     "a jigsaw of masks": (
         container(K.RandomJigsaw(), keys=("input", "mask")),

@@ -21,7 +21,7 @@ from ray import cloudpickle
 from signalled import own_processes
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -95,7 +95,6 @@ def stream(
         plan=PlanConfig(
             epochs=epochs, micro_batch_size=6, global_batch_size=global_batch_size
         ),
-        transform=TransformConfig(crop_decode="off"),
         pool=PoolConfig(
             min_actors=actors,
             max_actors=actors,

@@ -332,12 +332,3 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
 
 
 # Several devices
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one_gets_its_batches() -> None:
-    second = torch.device("cuda", 1)
-    for step, batch in enumerate(on_device(host_batches(20), second, lambda at: 0)):
-        assert batch.image.device == batch.target.device == second
-        assert (batch.image == step).all() and (batch.target == step).all()
-    assert torch.cuda.current_device() == 0

@@ -24,8 +24,9 @@ from PIL import Image
 from raypipe import kernel
 from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, reference
 from raypipe.kernel import Op as Code
-from raypipe.kernel.reference import AREA, OPERATIONS
-from raypipe.transform.at_once import sizes_by_header
+from raypipe.kernel.ops import AREA
+from raypipe.kernel.reference import OPERATIONS
+from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import decode
 
 pytestmark = pytest.mark.skipif(
@@ -125,55 +126,6 @@ def test_area_is_that_of_opencv_or_refused(simd: int) -> None:
                 made, cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
             )
     assert num_refused < 60
-
-
-def random_op(rng: np.random.Generator, height: int, width: int) -> Op:
-    def integers(low: int, high: int, num: int) -> list[int]:
-        return [int(number) for number in rng.integers(low, high, num)]
-
-    match int(rng.integers(6)):
-        case 0:
-            top, left = int(rng.integers(height)), int(rng.integers(width))
-            return CROP, [
-                top,
-                left,
-                *integers(1, height - top + 1, 1),
-                *integers(1, width - left + 1, 1),
-            ]
-        case 1:
-            return RESIZE, [*integers(1, 40, 2), *integers(0, 3, 1)]
-        case 2:
-            return PAD, [*integers(0, 30, 4), *integers(0, 5, 1), *integers(0, 256, 3)]
-        case 3:
-            return TURN, integers(0, 8, 1)
-        case 4:
-            large = 1 << (40 if rng.random() < 0.7 else 62)
-            return AFFINE, [
-                *integers(-large, large, 6),
-                *integers(0, 2, 1),
-                *integers(0, 5, 1),
-                *integers(0, 256, 3),
-            ]
-        case _:
-            return DROPOUT, [
-                *integers(0, 256, 3),
-                *integers(0, 4, 1),
-                *integers(-9, 50, 12),
-            ]
-
-
-def test_programs_of_all_operations_give_the_pixels_of_the_reference(simd: int) -> None:
-    for number in range(400):
-        rng = np.random.default_rng([number, simd])
-        image = expected = noise(rng, *rng.integers(1, 40, 2))
-        program: list[Op] = []
-        for _ in range(int(rng.integers(0, 5))):
-            code, params = random_op(rng, *expected.shape[:2])
-            program.append((code, params))
-            expected = OPERATIONS[code](expected, params)
-        before = image.copy()
-        check(image, program)
-        assert np.array_equal(image, before)
 
 
 @pytest.mark.parametrize("border", range(5))

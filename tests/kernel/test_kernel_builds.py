@@ -6,7 +6,6 @@ csrc/kernel.c                                     installed, for processors with
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import platform
 import re
@@ -14,19 +13,15 @@ import shutil
 import subprocess
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
-import cv2
 import numpy as np
 import pytest
-from fuzz_kernel import originals, random_op
+from random_jobs import Input, random_inputs
 
 from raypipe import kernel
-from raypipe.kernel import Op, reference
-from raypipe.transform.decode.rgb import decode
+from raypipe.kernel import Op
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,37 +69,6 @@ def build(
         pytest.skip(f"not of this processor: {reason}")
     assert not reason
     return module_of(tmp_path / hook.KERNEL.file)
-
-
-class Input(NamedTuple):
-    """An image, encoded or not, a program, and the pixels that the reference makes."""
-
-    image: bytes | np.ndarray
-    ops: np.ndarray
-    params: np.ndarray
-    expected: np.ndarray
-
-
-def random_inputs(num: int) -> Iterator[Input]:
-    """Of random images and programs, those that the reference takes."""
-    jpegs = originals()
-    for number in range(num):
-        rng = np.random.default_rng([number, 2])
-        image: bytes | np.ndarray = jpegs[number % len(jpegs)]
-        pixels = decode(image)
-        if number % 3:
-            size = [int(side) for side in rng.integers(1, 100, 2)]
-            image = pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_NEAREST)
-        ops, row = list[list[int]](), list[int]()
-        for _ in range(int(rng.integers(1, 4))):
-            code, params = random_op(rng)
-            ops.append([code, len(row)])
-            row += [1, *params]
-        table = np.array(ops, np.int32).reshape(-1, 2), np.array(row, np.int64)
-        with contextlib.suppress(ValueError):
-            yield Input(
-                image, table[0], table[1][None], reference.apply_all(pixels, *table)
-            )
 
 
 @pytest.fixture(scope="module")

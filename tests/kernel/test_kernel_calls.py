@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raypipe import kernel
-from raypipe.kernel import native
+from raypipe.kernel.extension import _extension
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
@@ -93,9 +93,7 @@ print(list(k.run([image, image], [one], 1, True)), (memory == 77).all())
 
 
 def run(images: Any, jobs: Any) -> bytes:
-    module = native.module()
-    assert module is not None
-    return bytes(module.run(images, jobs, 1, True))
+    return bytes(_extension().run(images, jobs, 1, True))
 
 
 @pytest.mark.parametrize(

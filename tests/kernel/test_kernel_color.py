@@ -13,14 +13,12 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 from albumentations.augmentations.blur import functional as fblur
 from albumentations.augmentations.pixel import functional as fpixel
 
-from raypipe import kernel
-from raypipe.kernel import DONE, Job, Op
+from raypipe.kernel import Op
 from raypipe.kernel.filters import gaussian_coefficients, motion_kernels
-from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS, NUM_PARAMS, POSTERIZE, SOLARIZE
+from raypipe.kernel.ops import POSTERIZE, SOLARIZE
 from raypipe.kernel.reference_color import COLOR
 
 ONE = 1 << 16
-SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 40), (67, 129), (224, 224)]
 NONE = [-1, -1, -1, -1, ONE, ONE, ONE, 0]
 
 
@@ -29,69 +27,6 @@ def image(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     pixels = rng.integers(-60, 316, (height, width, 3)).clip(0, 255).astype(np.uint8)
     pixels[: height // 3] = pixels[: height // 3, :, :1]
     return pixels
-
-
-def drawn(rng: np.random.Generator, op: Op) -> list[int]:
-    """Random parameters of an operation."""
-    if op == Op.JITTER:
-        order = (
-            rng.permutation(4).tolist()
-            if rng.random() < 0.8
-            else rng.integers(-1, 4, 4).tolist()
-        )
-        return [
-            *order,
-            *rng.integers(0, 4 * ONE, 3).tolist(),
-            int(rng.integers(0, 6 * ONE)),
-        ]
-    if op == Op.TABLE:
-        kind = int(rng.integers(2))
-        return [
-            kind,
-            *(
-                [int(rng.integers(0, 257))] * 3
-                if kind == SOLARIZE
-                else rng.integers(0, 256, 3).tolist()
-            ),
-        ]
-    if op == Op.BLUR:
-        sigma, side = (
-            rng.uniform(0.05, 9, 1),
-            rng.integers(0, 2 * MAX_RADIUS, 1) | (rng.random() < 0.5),
-        )
-        params = gaussian_coefficients(sigma, side * (rng.random() < 0.3))[0].tolist()
-        return [params[0], int(rng.integers(5)), *params[2:]]
-    if op == Op.FILTER:
-        side = 2 * int(rng.integers(0, 8)) + 1
-        taps = rng.integers(-(1 << 14), 1 << 14, MAX_FILTER**2) * (
-            rng.random(MAX_FILTER**2) < 8 / side**2
-        )
-        return [side, int(rng.integers(5)), *(taps // 4).tolist()]
-    return []
-
-
-def by_kernel(pixels: np.ndarray, op: Op, params: list[int]) -> np.ndarray:
-    """What the kernel makes; the slot of an image behind it, and one before it, are not written to."""
-    out = np.full((3, *pixels.shape), 77, np.uint8)
-    row = np.array([[1, *params, *[0] * (NUM_PARAMS[op] - len(params))]] * 3, np.int64)
-    statuses = kernel.run(
-        [None, pixels, None], [Job(np.array([[op, 0]], np.int32), row, out)]
-    )
-    assert statuses[1] == DONE and (out[::2] == 77).all()
-    return out[1]
-
-
-@pytest.mark.skipif(
-    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
-)
-@pytest.mark.parametrize("op", [Op.JITTER, Op.GRAY, Op.TABLE, Op.BLUR, Op.FILTER])
-def test_the_kernel_is_the_reference_to_the_bit(op: Op, simd: None) -> None:
-    rng = np.random.default_rng(int(op))
-    for number in range(120):
-        pixels, params = image(rng, *SHAPES[number % len(SHAPES)]), drawn(rng, op)
-        assert np.array_equal(
-            by_kernel(pixels, op, params), COLOR[op](pixels, params)
-        ), params
 
 
 def near(ours: np.ndarray, theirs: np.ndarray) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from signalled import assert_tells_how_to_go_on, ended_by, started
+from signalled import started
 
 from raypipe.config import (
     PlanConfig,
@@ -216,30 +216,6 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
         and run.returncode == 130
     )
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
-
-
-@pytest.mark.soak  # tests/test_jobs.py has the first
-@pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("signum", "to_group"),
-    [
-        pytest.param(signal.SIGINT, True, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, True, id="timeout"),
-        pytest.param(signal.SIGINT, False, id="kill -INT"),
-        pytest.param(signal.SIGTERM, False, id="kill"),
-    ],
-)
-def test_a_signal_ends_a_run_with_a_checkpoint_and_a_resume_command(
-    signum: int, to_group: bool, tmp_path: Path, ray_folder: str, job: list[str]
-) -> None:
-    endless = [
-        "--plan.epochs=100000",
-        "--train.checkpoint_interval=0",
-        "--train.log_interval=1000000",
-    ]
-    with started([*job, *endless], ray_folder) as run:
-        said = ended_by(signum, run, to_group)
-    assert_tells_how_to_go_on(said, tmp_path / "one")
 
 
 @pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows

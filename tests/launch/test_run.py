@@ -18,7 +18,6 @@ from raypipe.commands.cli import _finish
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
-    PoolConfig,
     RunConfig,
     StoreConfig,
     TrainConfig,
@@ -129,51 +128,6 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(
     )
 
 
-def test_the_summary_says_so_where_jpegs_are_decoded_slower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.launch.summary.missing_extension", lambda: "")
-    assert "slower" not in summarize(
-        RUN, spec(store(("a",))), allocation, "file:///runs/mine"
-    )
-    monkeypatch.setattr(
-        "raypipe.launch.summary.missing_extension", lambda: "JPEGs: install libjpeg-dev"
-    )
-    assert "\nslower     JPEGs: install libjpeg-dev" in summarize(
-        RUN, spec(store(("a",))), allocation, "file:///runs/mine"
-    )
-
-
-def test_the_summary_shows_the_settings_and_what_follows_from_them() -> None:
-    shown = summarize(
-        RUN,
-        spec(store(("a",)), store(("a",), 3)),
-        Allocation(2, True, 1.0, 5),
-        "file:///runs/mine",
-    )
-    for part in (
-        "settings   store.train=train.lmdb, store.val=val.lmdb, plan.epochs=1, plan.micro_batch_size=2",
-        "name=mine",
-        "file:///runs/mine",
-        "1 epochs of 2 steps of 1 x 2 = 2 samples",
-        "(4 train, 3 val)",
-    ):
-        assert part in shown
-    assert "trainers   2 x GPU\n" in shown
-    assert "transform  1 to 5 actors" in shown
-
-
-def test_a_run_without_actors_says_so_and_needs_no_object_store() -> None:
-    run = dataclasses.replace(
-        RUN, pool=PoolConfig(engine="inline", max_in_flight=10**9)
-    )
-    shown = summarize(
-        run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine"
-    )
-    assert "transform  in the trainers themselves (pool.engine=inline)" in shown
-
-
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
     shown = summarize(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
@@ -218,12 +172,6 @@ def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
         )
         == 9
     )
-
-
-def test_a_run_trains_classifiers_and_says_so_of_masks_and_boxes() -> None:
-    run = dataclasses.replace(RUN, transform=TransformConfig(boxes_column="objects"))
-    with pytest.raises(ConfigError, match=r"trains a classifier.*docs/targets\.md"):
-        num_classes_of(run, spec(store(("a", "b", "c"))))
 
 
 def test_a_store_without_class_names_asks_for_the_setting() -> None:

@@ -168,22 +168,8 @@ def test_a_paused_trainer_leaves_the_least_actors() -> None:
     ] == [3]
 
 
-def test_pending_actors_are_given_up_when_no_longer_needed() -> None:
-    assert [
-        d.size for _, d in watch(61, waiting=0, active=1, running=2, pending=6)
-    ] == [2]
-
-
 def test_a_pool_that_is_waited_for_a_little_keeps_its_size() -> None:
     assert watch(200, waiting=0.1, active=2, running=8) == []
-
-
-def test_waiting_starts_the_cool_down_anew() -> None:
-    sizer = PoolSizer(RULES, 0)
-    assert watch(50, waiting=0, active=1, running=8, sizer=sizer) == []
-    assert watch(5, waiting=1, active=1, running=8, sizer=sizer, start=50) == []
-    assert watch(55, waiting=0, active=1, running=8, sizer=sizer, start=55) == []
-    assert len(watch(10, waiting=0, active=1, running=8, sizer=sizer, start=110)) == 1
 
 
 @given(
@@ -353,24 +339,6 @@ def test_the_loss_of_all_actors_without_room_is_told_at_once_and_once(
     assert starting.scaled == [text]
 
 
-def test_actors_that_only_start_are_not_told_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    starting = [(second, 0, 2, False) for second in range(20)]
-    assert (
-        told(
-            Keeper(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)
-        )
-        == []
-    )
-    assert (
-        told(
-            Keeper(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]
-        )
-        == []
-    )
-
-
 def test_a_stream_stalls_while_a_rank_waits_and_not_while_trainers_pause() -> None:
     keeper, active = Keeper(Pool()), [0]
     keeper.op.num_active_tasks = lambda: active[0]
@@ -414,25 +382,6 @@ def test_blocks_of_an_actor_without_room_for_its_restart_go_to_others(
     assert looks(keeper, 8, 10)[-1] == set(), "each has its time"
 
 
-def test_nodes_are_greeted_only_while_ranks_wait_and_none_takes_a_block() -> None:
-    keeper, asked = Keeper(Pool(a=(False, 1, "cpu"))), list[str]()
-    silent = set[str]()
-    answers: Any = SimpleNamespace(
-        ask=lambda nodes: asked.extend(node["NodeID"] for node in nodes),
-        found=lambda: silent,
-    )
-    keeper._silent = answers
-    keeper._taken_at = 10.0
-    for now, waiting in ((10.5, 1.0), (20.0, 0.0)):
-        keeper._make_again(now, waiting)
-    assert not asked
-    keeper._make_again(20.0, 0.5)
-    assert asked == ["cpu"], "the other node has no actor"
-    silent.add("cpu")
-    keeper._make_again(10.5, 0.0)
-    assert asked == ["cpu", "cpu"], "a silent node is asked until it answers"
-
-
 def test_a_silent_node_counts_as_lost_where_others_answer() -> None:
     keeper = Keeper(Pool(a=(False, 1, "cpu"), b=(False, 1, "gpu")))
     silent = {"cpu"}
@@ -469,53 +418,6 @@ def test_no_pool_grows_while_its_dead_actors_or_another_run_need_cpus(
     keeper._actors = 8
     keeper._start_others()
     assert bool(keeper.grown) == (not starts)
-
-
-def test_actors_that_wait_for_the_first_block_start_with_it() -> None:
-    keeper = Keeper(Pool(a=(False, 1)))
-    vars(keeper.pool).update(
-        num_running_actors=lambda: 1,
-        num_active_actors=lambda: 1,
-        num_pending_actors=lambda: 0,
-    )
-    keeper._actors = 4
-    keeper._size(0.0, finished=0, ranks_waiting=1.0)
-    assert keeper.grown == []
-    keeper.give_way(1.0)  # of the four
-    for now in (1.0, 2.0):
-        keeper._size(now, finished=1, ranks_waiting=1.0)
-    assert keeper.grown == [2]
-
-
-def test_a_pool_tells_the_cpus_that_its_actors_will_take() -> None:
-    pool = Pool(a=(False, 1), b=(True, 0))
-    keeper = Keeper(pool)
-    vars(pool).update(
-        num_running_actors=lambda: len(pool._running_actors),
-        num_active_actors=lambda: 1,
-        num_pending_actors=lambda: pool.num_pending,
-    )
-    keeper._actors = 4
-
-    def turn(now: float, finished: int) -> None:
-        keeper.keep(now, finished=finished, waiting=0, ranks_waiting=0.0)
-
-    turn(0.1, finished=0)
-    turn(0.2, finished=0)
-    assert keeper.awaited == [3.0], "two follow with the first block, one restarts"
-    keeper.give_way(1.0)
-    turn(0.3, finished=0)
-    assert keeper.awaited == [3.0, 2.0]
-    turn(0.4, finished=1)
-    assert keeper.grown == [1]
-    assert keeper.awaited[-1] == 1.0  # the test's pool only notes that it is to grow
-    pool._running_actors["b"].is_restarting = False
-    pool.num_pending = 1
-    turn(0.5, finished=1)
-    assert keeper.awaited[-1] == 1.0
-    pool.num_pending = 0
-    turn(0.6, finished=1)
-    assert keeper.awaited[-1] == 0.0
 
 
 def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
@@ -624,11 +526,3 @@ def test_the_only_actors_on_a_draining_node_stay_until_others_run() -> None:
     keeper.pool._running_actors |= Pool(c=(False, 0, "cpu"))._running_actors
     keeper._leave({"going": 0})
     assert list(keeper.pool._running_actors) == ["c"] and keeper.grown == [2]
-
-
-def test_nodes_that_are_about_to_go_without_actors_change_nothing() -> None:
-    keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(True, 1, "going")))
-    keeper._leave({"going": 0, "other": 0})
-    assert list(keeper.pool._running_actors) == ["a", "b"] and not (
-        keeper.grown or keeper.notes
-    )

@@ -1,45 +1,31 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import logging.config
-import pickle
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from ray.train.v2._internal.execution.failure_handling import (
-    FailureDecision,
-)
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
-from ray.train.v2._internal.execution.worker_group.poll import (
-    WorkerGroupPollStatus,
-    WorkerStatus,
-)
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import (
     ControllerError,
-    PreemptionError,
     WorkerGroupError,
 )
-from ray.train.v2.api.preemption import PreemptionInfo
 
 from raypipe.commands.status import print_status, status
 from raypipe.errors import ResourceError
 from raypipe.metrics.records import read_records
-from raypipe.rayext.controller import DriverWatch
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,
     DivisorScalingPolicy,
@@ -207,39 +193,6 @@ def test_restarts_of_the_trainers_are_counted_by_reason(
     ]
 
 
-def test_what_dies_after_a_notice_counts_as_preempted() -> None:
-    info: Any = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
-    # as trainer_notice raises it
-    leaving = RayActorError(
-        error_msg="the last checkpoint has been made", preempted=True
-    )
-
-    def polled(
-        *errors: BaseException | None, notice: Any = None
-    ) -> WorkerGroupPollStatus:
-        return WorkerGroupPollStatus(
-            {
-                rank: WorkerStatus(error is None, error, preemption_info=notice)
-                for rank, error in enumerate(errors)
-            }
-        )
-
-    policy = OnlyDeathsPolicy(
-        FailureConfig(max_failures=0, max_preemption_failures=1), "first"
-    )
-    assert polled(
-        leaving, leaving
-    ).has_preempted_worker()  # so that Ray Train waits for all ranks
-    assert policy.make_decision(PreemptionError(info)) == FailureDecision.RETRY
-    assert (
-        policy.make_decision(
-            WorkerGroupError("", {0: pickle.loads(pickle.dumps(leaving))})
-        ).name
-        == "RAISE"
-    )
-    assert policy._preemption_failures == 2 and policy._worker_group_failures == 0
-
-
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
 \tpid: 11115
@@ -313,47 +266,6 @@ def test_a_wait_for_nodes_is_a_state_that_keeps_the_step(
 
 
 # The end of a run
-
-
-class Controller:
-    """Ray Train's, as a handle of its actor."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.get_state = SimpleNamespace(remote=lambda: "state")
-        self.__ray_call__ = SimpleNamespace(remote=lambda call: None)
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
-def test_the_controller_has_ended_when_fit_returns_or_raises(
-    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = Controller()
-
-    def fit(trainer: RunTrainer) -> str:
-        trainer._register_sigint_handler(controller)
-        if error:
-            raise error
-        return "result"
-
-    def get(ref: str, timeout: float) -> None:
-        controller.calls.append(f"{ref} asked for")
-        raise ActorDiedError()
-
-    monkeypatch.setattr(TorchTrainer, "fit", fit)
-    # There is no head to watch.
-    monkeypatch.setattr(DriverWatch, "start", lambda watch: None)
-    monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append("killed"))
-    monkeypatch.setattr(ray, "get", get)
-    trainer = RunTrainer(
-        print,
-        per_step=1,
-        timeout_s=1,
-        take_signals=lambda: controller.calls.append("begun"),
-    )
-    with pytest.raises(error) if error else contextlib.nullcontext():
-        assert trainer.fit() == "result"
-    assert controller.calls == ["begun", "killed", "state asked for"]
 
 
 @pytest.mark.system

@@ -15,7 +15,6 @@ import pytest
 from raypipe.errors import ConfigError
 from raypipe.storage import shared_memory
 from raypipe.storage.shared_memory import (
-    HEAD_BYTES,
     open_shared,
     remove_unused,
     reserve,
@@ -29,12 +28,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"raypipe-{os.getuid()}"
 
 
-def make(file: BinaryIO) -> int:
+def make(file: BinaryIO) -> None:
     reserve(file, 1000, "a store")
-    return file.write(b"content")
+    file.write(b"content")
 
 
-def never(file: BinaryIO) -> int:
+def never(file: BinaryIO) -> None:
     raise AssertionError("it is there")
 
 
@@ -73,8 +72,8 @@ shared_memory.open_shared('key', make)
 def test_a_file_is_made_once_and_removed_after_its_last_user(folder: Path) -> None:
     one = open_shared("key", make)
     other = open_shared("key", never)
-    assert one.number == other.number == 7 and names(folder) == ["key"]
-    view = one.content[HEAD_BYTES:]
+    assert one.content == other.content == b"content" and names(folder) == ["key"]
+    view = one.content
     del one
     gc.collect()
     assert names(folder) == ["key"]
@@ -94,7 +93,7 @@ def test_a_file_whose_users_were_killed_is_used_again_or_removed(folder: Path) -
     process.communicate()
     assert names(folder) == ["key"]
     again = open_shared("key", never)
-    assert again.content[HEAD_BYTES:] == b"content"
+    assert again.content == b"content"
     process = other_process(USES, folder)
     process.kill()
     process.communicate()
@@ -114,7 +113,7 @@ def test_a_file_that_a_killed_process_left_goes_at_the_next_start(folder: Path) 
     process.kill()
     process.communicate()
     remove_unused()
-    assert names(folder) == ["other"] and other.number == 7
+    assert names(folder) == ["other"] and other.content == b"content"
 
 
 def test_a_file_whose_maker_was_killed_is_made_by_the_next(folder: Path) -> None:
@@ -127,14 +126,14 @@ def test_a_file_whose_maker_was_killed_is_made_by_the_next(folder: Path) -> None
     process.kill()
     process.communicate()
     waits.join(60)
-    assert found[0].content[HEAD_BYTES:] == b"content"
+    assert found[0].content == b"content"
 
 
 def test_an_error_of_the_maker_leaves_nothing(folder: Path) -> None:
     with pytest.raises(AssertionError):
         open_shared("key", never)
     assert names(folder) == []
-    assert open_shared("key", make).number == 7
+    assert open_shared("key", make).content == b"content"
 
 
 def test_a_forked_child_leaves_the_file_to_its_parent(folder: Path) -> None:
@@ -144,12 +143,12 @@ def test_a_forked_child_leaves_the_file_to_its_parent(folder: Path) -> None:
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    assert names(folder) == ["key"] and file.content[HEAD_BYTES:] == b"content"
+    assert names(folder) == ["key"] and file.content == b"content"
 
 
-def large(file: BinaryIO) -> int:
+def large(file: BinaryIO) -> None:
     reserve(file, 600_000, "a store")
-    return file.write(bytes(600_000))
+    file.write(bytes(600_000))
 
 
 def test_all_files_together_stay_within_the_limit(folder: Path) -> None:
@@ -157,11 +156,10 @@ def test_all_files_together_stay_within_the_limit(folder: Path) -> None:
         ConfigError, match=r"a store takes about 600,000 .*: raise RAYPIPE_MEMORY_BYTES"
     )
 
-    def with_another(file: BinaryIO) -> int:
+    def with_another(file: BinaryIO) -> None:
         reserve(file, 600_000, "the first")
         with refused:  # before anything of the first is written
             open_shared("other", large)
-        return 1
 
     open_shared("key", with_another)
     one = open_shared("key", large)
@@ -170,7 +168,7 @@ def test_all_files_together_stay_within_the_limit(folder: Path) -> None:
     assert names(folder) == ["key"]
     del one
     gc.collect()
-    assert open_shared("other", large).number == 600_000
+    assert len(open_shared("other", large).content) == 600_000
 
 
 def test_the_limit_is_half_of_what_is_free_by_default(
@@ -179,7 +177,7 @@ def test_the_limit_is_half_of_what_is_free_by_default(
     monkeypatch.delenv("RAYPIPE_MEMORY_BYTES")
     limit = shared_memory._limit_bytes(0)
     assert 0 < limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 + 1
-    assert open_shared("key", make).number == 7
+    assert open_shared("key", make).content == b"content"
     monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", "much")
     with pytest.raises(ConfigError, match="must be a whole number of bytes"):
         open_shared("other", make)
@@ -195,4 +193,7 @@ def test_a_folder_of_others_is_refused_and_without_one_the_cache_is_used(
     monkeypatch.setattr(shared_memory, "_MEMORY", folder / "missing")
     monkeypatch.setenv("RAYPIPE_CACHE", str(folder.parent / "cache"))
     file = open_shared("key", make)
-    assert names(folder.parent / "cache" / "memory") == ["key"] and file.number == 7
+    assert (
+        names(folder.parent / "cache" / "memory") == ["key"]
+        and file.content == b"content"
+    )

@@ -103,7 +103,7 @@ def test_with_an_index_a_read_fetches_its_group_and_nothing_else(
     assert 20 in of_group
     assert store.read(of_group)["image"] == open_store(local).read(of_group)["image"]
     assert sent(proxy) == before
-    assert "000020.jpg" in store.sample_name(20)  # type: ignore[attr-defined]
+    assert "000020" in store.sample_name(20)  # type: ignore[attr-defined]
 
 
 def test_an_epoch_and_all_later_ones_read_each_byte_once(

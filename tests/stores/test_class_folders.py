@@ -127,7 +127,7 @@ def test_files_that_belong_to_images_are_named_with_the_setting(
 ) -> None:
     root = tmp_path / "root"
     write(root, "cat/a.jpg", "dog/b.jpg", f"dog/b.{suffix}", "dog/c.jpg")
-    message = rf"dog/b\.{suffix} belong to images by their names.* Set store\.target_column to 'folder' to train"
+    message = rf"dog/b\.{suffix}, which belong to images by their names.* set store\.target_column to 'folder'"
     with pytest.raises(StoreError, match=message):
         len(open_store(root))
     for column in ("folder", ""):

@@ -221,15 +221,6 @@ def test_reads_in_the_order_asked_for(store: Store, indices: list[int]) -> None:
     assert batch["label"].tolist() == [LABELS[i] for i in indices]
 
 
-def test_reads_random_batches(store: Store) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        indices = rng.integers(0, len(IMAGES), size=rng.integers(1, 40))
-        batch = store.read(indices)
-        assert batch["image"] == [IMAGES[i] for i in indices]
-        assert batch["label"].tolist() == [LABELS[i] for i in indices]
-
-
 def test_reads_nothing(store: Store) -> None:
     batch = store.read(np.empty(0, np.int64))
     assert list(batch["image"]) == []
@@ -268,8 +259,8 @@ NAMES = {
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
-    "webdataset": "/data.tar, 000009.png",
-    "webdataset_shards": "/00002.tar, 000009.png",
+    "webdataset": "/data.tar, 000009",
+    "webdataset_shards": "/00002.tar, 000009",
 }
 
 

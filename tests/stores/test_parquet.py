@@ -168,7 +168,7 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
 def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError,
-        match=r"several splits: test \(1\), train \(2\)\. .*choose it, such as .*/train\*\.parquet",
+        match=r"several splits: test \(1\), train \(2\)\. .*such as .*/train[^/]*\.parquet, or a pattern",
     ):
         len(open_store(DATA / "hugging-face"))
     for name in ("train-00000-of-00002", "train-00001-of-00002"):
@@ -271,7 +271,7 @@ def test_files_must_agree(tmp_path: Path) -> None:
     )
     with pytest.raises(
         StoreError,
-        match=r"b\.parquet and .*a\.parquet differ in schema or classes \(label: int32, label: int64\)",
+        match=r"b\.parquet and .*a\.parquet differ in schema or classes \(label: int32\)",
     ):
         len(ParquetStore(tmp_path))
 

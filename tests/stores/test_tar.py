@@ -39,9 +39,7 @@ def names_of(store: TarStore) -> list[str]:
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_names_are_told_without_control_characters_and_long_ones_in_part(
-    tmp_path: Path, form: int
-) -> None:
+def test_names_are_told_without_control_characters(tmp_path: Path, form: int) -> None:
     names = ["a/1.png", "a/\x1b[31m\n.png", f"a/{'z' * 300}.png"]
     with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
         for name in names:
@@ -52,7 +50,7 @@ def test_names_are_told_without_control_characters_and_long_ones_in_part(
         name_of(store, index).removeprefix(f"{tmp_path}/x.tar, ")
         for index in range(len(names))
     }
-    assert told == {"a/1.png", r"a/\x1b[31m\n.png", f"a/{'z' * 98}"}
+    assert told == {"a/1", r"a/\x1b[31m\n", f"a/{'z' * 300}"}
 
 
 def test_odd_members_do_not_count(tmp_path: Path) -> None:

@@ -246,7 +246,9 @@ def test_captions_beside_every_image_make_a_store_without_labels(
     tmp_path: Path,
 ) -> None:
     members = [("x/1.jpg", b"a"), ("x/1.txt", b"t"), ("x/2.jpg", b"b")]
-    with pytest.raises(StoreError, match=r"x/1\.txt belong to images by their names"):
+    with pytest.raises(
+        StoreError, match=r"x/1\.txt, which belong to images by their names"
+    ):
         len(make(tmp_path / "a.tar", *members))
     store = make(tmp_path / "a.tar", *members, target_column="folder")
     assert store.classes == ("x",) and read(store) == {

@@ -154,43 +154,6 @@ def test_the_settings_have_the_steps(stores: dict[str, Path]) -> None:
     assert json.loads(json.dumps(found))["transform.train"] == steps
 
 
-def test_the_command_ends_with_code_1_where_streams_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [
-        str(tmp_path / name) for name in ("one.json", "same.json", "different.json")
-    ]
-    for path, file in zip(
-        paths,
-        (ONE, other({"workers": 4}), other(val_e0000_s000000_m000="x")),
-        strict=True,
-    ):
-        DigestFile(path, file.settings, file.micro_batches).write()
-    read = [DigestFile.read(path) for path in paths]
-    monkeypatch.setitem(
-        cli.COMMANDS, "digest", lambda target: compare(read[0], read[int(target)])
-    )
-    monkeypatch.setattr(
-        cli, "parse_command", lambda _name, _command, words: {"target": words[0]}
-    )
-    cli.main(["digest", "1"])
-    assert json.loads(capsys.readouterr().out)["equal"] is True
-    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
-    cli.main(["digest", "1"])
-    out = capsys.readouterr().out
-    assert "1 / 4" in out and out.endswith("\nequal over 3 micro-batches\n")
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["digest", "2"])
-    assert caught.value.code == 1
-    captured = capsys.readouterr()
-    assert (
-        "first different" in captured.out and "val-e0000-s000000-m000" in captured.out
-    )
-    assert (
-        captured.out.endswith("\n1 of 3 micro-batches differ\n") and captured.err == ""
-    )
-
-
 # The command without Ray
 
 

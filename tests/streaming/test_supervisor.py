@@ -13,7 +13,7 @@ from raypipe.rayext.processes import Process
 from raypipe.streaming import supervisor as supervisor_module
 from raypipe.streaming.faults import Orders
 from raypipe.streaming.run_log import events_of
-from raypipe.streaming.supervisor import Supervisor, Word, start_supervisor
+from raypipe.streaming.supervisor import Supervisor, start_supervisor
 
 AT = "train-e0000-s000003-m001"
 
@@ -111,39 +111,6 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
         ]:
             if name != "sizes" or "task" in twin._sizes._sizes:
                 assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
-
-
-def test_an_execution_is_told_how_many_ranks_wait() -> None:
-    supervisor = Supervisor(3)
-    assert [
-        supervisor.rank_waits(rank, waited)
-        for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))
-    ] == [None] * 3
-    assert supervisor.execution_progress("execution", 0.0).num_waiting == 1
-    supervisor.rank_waits(1, 30.0)
-    assert supervisor.execution_progress("execution", 0.0).num_waiting == 2
-    supervisor.rank_done(1)
-    supervisor.rank_waits(0, 0.0)
-    assert supervisor.execution_progress("execution", 0.0).num_waiting == 0
-
-    assert supervisor.execution_progress("execution", 0.0) == Word(
-        num_waiting=0, given_cpus=0.0
-    )
-
-
-def test_a_pool_that_has_not_begun_awaits_its_plan_less_what_it_gives_way() -> None:
-    supervisor = Supervisor(3)
-    assert supervisor.awaited_cpus() == 0
-    supervisor.pool_planned(4.0, 2.0)
-    assert supervisor.awaited_cpus() == 4
-    supervisor.give_way(1.0)
-    assert supervisor.awaited_cpus() == 3
-    supervisor.give_way(3.0)
-    assert supervisor.awaited_cpus() == 2, "its least"
-    supervisor.pool_awaits(1.0)
-    assert supervisor.awaited_cpus() == 1
-    supervisor.pool_planned(4.0, 2.0)
-    assert supervisor.awaited_cpus() == 1, "its execution knows better"
 
 
 def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
@@ -307,31 +274,6 @@ def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
     assert "7 samples are to blame" in supervisor.block_started("a", block).error
 
 
-def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> None:
-    supervisor = Supervisor(max_attempts=1)
-    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
-    for seconds in (0.02, 0.05, 0.9):  # one was held up
-        supervisor.block_measured("train", seconds, 1000)
-    supervisor.block_measured("val", 0.01, 50_000)
-    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
-    assert supervisor.sizes("short", 8, 10**6, 10**9) == {"train": 8, "val": 8}
-    supervisor.block_measured("train", 0.001, 1000)
-    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
-    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
-
-
-def test_blocks_of_a_remembered_split_are_larger_as_far_as_there_is_room() -> None:
-    supervisor = Supervisor(max_attempts=1)
-    supervisor.split_remembered("val")
-    assert supervisor.sizes("early", 100, 10**6, 10**9) == {"train": 1, "val": 1}
-    for split in ("train", "val"):
-        supervisor.block_measured(split, 0.05, 50_000)
-    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 40}
-    assert supervisor.sizes("short", 24, 10**6, 10**9) == {"train": 10, "val": 24}
-    assert supervisor.sizes("full", 100, 10**6, 10**6) == {"train": 10, "val": 20}
-    assert supervisor.sizes("none", 100, 10**6, 1000) == {"train": 10, "val": 10}
-
-
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
     supervisor = Supervisor(max_attempts=1)
     supervisor.actor_started("a", "")
@@ -410,17 +352,6 @@ def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
     # a killed actor may still answer
     until(lambda: not events_of(supervisor, 0))
     assert events_of(None, 0) == []
-
-
-def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
-    supervisor = Supervisor(3)
-    assert supervisor.ready_share() == 0
-    supervisor.execution_progress("a", 0.0, ready=1.0)  # it has brought none yet
-    for ready in (1.0, 0.5, 0.0):
-        supervisor.execution_progress(
-            "a", 0.0, standing="2 transform actors work on 2 blocks", ready=ready
-        )
-    assert supervisor.ready_share() == 0.5
 
 
 def test_a_traced_death_has_its_actor_its_block_and_its_fault() -> None:

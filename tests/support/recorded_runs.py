@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from raypipe.metrics.records import read_records
 
@@ -52,22 +49,6 @@ RECORDS: list[dict[str, Any]] = [
     },
     {"kind": "diagnosis", "step": 30, "text": "The model limits the run."},
 ]
-CONFIG = {
-    "plan": {"epochs": 2, "seed": 0},
-    "name": "one",
-    "augment": {"ops": [{"flip": 0.5}]},
-}
-
-
-def make_run(
-    folder: Path, records: list[dict[str, Any]] = RECORDS, **config: Any
-) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | config))
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
-    return folder
 
 
 def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:

@@ -119,30 +119,6 @@ def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
 
 
-@pytest.mark.soak  # the run that is killed goes on with two, one and four
-def test_two_workers_see_the_same_samples_and_learn_the_same(
-    run: RunConfig, alone: dict[str, Any]
-) -> None:
-    two = launch(
-        dataclasses.replace(
-            run,
-            name="two",
-            train=dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5),
-        )
-    )
-    assert sample_log(two) == sample_log(alone)
-    for (loss,), (expected,) in zip(
-        records(two, "train", "loss"), records(alone, "train", "loss"), strict=True
-    ):
-        assert loss == pytest.approx(expected, rel=1e-6)
-    # Gradients and running statistics are summed in one order: only the printed loss has a rounding of its own.
-    for name, value in final_state(alone).items():
-        assert torch.equal(value, final_state(two)[name]), name
-    assert two["val_accuracy"] == pytest.approx(
-        alone["val_accuracy"], abs=1 / 22 + 1e-9
-    )
-
-
 @pytest.mark.system
 def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     run: RunConfig,
@@ -302,18 +278,6 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     ):
         launch(dataclasses.replace(run, name="labels", train=settings, pool=inline))
     assert len(records({"run_dir": f"{run.storage_path}/labels"}, "start", "step")) == 1
-
-
-@pytest.mark.soak  # the next one stops while it waits for its first batch
-def test_a_run_asked_to_stop_before_it_trains_ends_after_a_step(run: RunConfig) -> None:
-    folder = Path(run.storage_path) / "early"
-    asking = once_it_is_there(
-        folder / "config.yaml", lambda: request_stop(folder.as_uri())
-    )
-    settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
-    result = launch(dataclasses.replace(run, name="early", train=settings))
-    asking.join()
-    assert result["stopped"] and result["steps"] == 1
 
 
 @pytest.mark.system

@@ -23,13 +23,6 @@ def halved(image: np.ndarray, **_: Any) -> np.ndarray:
 WHOLE = [
     albumentations.Compose(
         [
-            albumentations.SelectiveChannelTransform(
-                [albumentations.Solarize(p=1)], channels=[2], p=1
-            )
-        ]
-    ),
-    albumentations.Compose(
-        [
             albumentations.RandomCrop(8, 8),
             albumentations.ColorJitter(),
             albumentations.Normalize(),
@@ -58,6 +51,13 @@ PARTLY = [
         [albumentations.OneOf([Own(), albumentations.HorizontalFlip()])]
     ),
     albumentations.Compose([albumentations.Lambda(image=halved, p=1)]),
+    albumentations.Compose(
+        [
+            albumentations.SelectiveChannelTransform(
+                [albumentations.Solarize(p=1)], channels=[2], p=1
+            )
+        ]
+    ),
 ]
 
 

@@ -150,23 +150,12 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
         assert made(transform, alone=True) == expected
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"crop_decode": "off"},
-        {"apply_exif": True},
-    ],
-    ids=str,
-)
-def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> None:
-    expected = made("light", **settings)
-    assert (
-        made("light", threads=3, **settings)
-        == expected
-        == made("light", alone=True, **settings)
-    )
+def test_so_it_is_of_images_that_are_turned_upright() -> None:
+    expected = made("light", apply_exif=True)
+    assert made("light", threads=3, apply_exif=True) == expected
+    assert made("light", alone=True, apply_exif=True) == expected
     with without_kernel():
-        assert made("light", **settings) == expected
+        assert made("light", apply_exif=True) == expected
 
 
 def test_so_it_is_of_views_of_memory() -> None:
@@ -175,7 +164,7 @@ def test_so_it_is_of_views_of_memory() -> None:
     ]
     for settings in (
         {"apply_exif": True},
-        {"crop_decode": "off"},
+        {},
     ):
         expected = made("light", **settings)
         assert (
@@ -185,10 +174,6 @@ def test_so_it_is_of_views_of_memory() -> None:
         )
         with without_kernel():
             assert made("light", views, **settings) == expected
-
-
-def test_exact_crops_are_those_of_the_whole_image() -> None:
-    assert made("light") == made("light", crop_decode="off")
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:

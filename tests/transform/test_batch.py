@@ -33,7 +33,6 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.maker import NUM_SUBSTITUTES
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
 
@@ -490,29 +489,6 @@ def test_decode_options_reach_the_decoder() -> None:
         1:3
     ] == (40, 30)
     assert batch(made(None), [buffer.getvalue()])[0]["image"].shape[1:3] == (30, 40)
-
-
-# --- crop-aware decode
-
-
-@pytest.mark.parametrize("pipeline", ["light", "torchvision v2"])
-def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> None:
-    jpegs: list[bytes | None] = [
-        encode_jpeg(cv2.resize(image, (200, 150))) for image in IMAGES
-    ]
-    jpegs[3] = (jpegs[3] or b"")[:-900]
-    jpegs[7] = None
-    transform = (
-        build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
-    )
-    (off, bad), (exact, bad_of_exact) = (
-        batch(made(transform, crop_decode=mode, exact=True), jpegs)
-        for mode in ("off", "exact")
-    )
-    assert np.array_equal(off["image"], exact["image"]) and np.array_equal(
-        off.weight, exact.weight
-    )
-    assert bad == bad_of_exact and [record["index"] for record in bad] == [23, 27]
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_padding_has_the_size_of_the_others() -> None:
     [
         ("heavy", "the step MotionBlur"),
         ("small", "the step Affine"),
-        ("none", "images of their own sizes"),
-        ("tv-light", "a pipeline of torchvision"),
+        ("none", "images have their own sizes"),
+        ("tv-light", "Compose is not a list of Albumentations"),
         ("simclr", "several views"),
         ([{"HorizontalFlip": {}}], "no fixed size"),
         (
@@ -91,13 +91,13 @@ def test_padding_has_the_size_of_the_others() -> None:
             ],
             "Pad with border",
         ),
-        (lambda image: image, "a function"),
+        (lambda image: image, "function is not a list"),
     ],
 )
 def test_what_needs_pixels_is_named_with_its_remedy(transform: Any, part: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"{part}.* cannot be done with transform.decode='device'.*augment.ops",
+        match=f"{part}.*: transform.decode='device' has .*augment.ops",
     ):
         SampleMaker(transform, DEVICE)
 

@@ -312,7 +312,7 @@ def test_lists_views_and_presets_have_endings_too() -> None:
         take_endings({"train": {"a": [*steps, normalize], "b": steps}}, config)
     with pytest.raises(
         ConfigError,
-        match=r"transform.train ends with Normalize, and transform.val is RandomCrop",
+        match=r"train ends with Normalize, and transform.val is RandomCrop",
     ):
         take_endings({"train": [*steps, normalize], "val": steps}, config)
     assert take_endings(

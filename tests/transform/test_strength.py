@@ -178,17 +178,17 @@ def test_views_and_a_list_in_a_script_have_a_strength(tmp_path: Any) -> None:
     [
         (
             "autoaugment",
-            "train is 'autoaugment': Compose is not a list of Albumentations' steps",
+            "train is autoaugment: Compose is not a list of Albumentations' steps",
         ),
         (
             [{"Resize": {"height": 8, "width": 8}}, {"CLAHE": None}],
-            "step 2, CLAHE, is not among those that raypipe",
+            "the step CLAHE is not among those that raypipe",
         ),
         (
             A.Compose([A.Resize(8, 8), A.GaussNoise()]),
-            "step 2, GaussNoise, is not among",
+            "the step GaussNoise is not among",
         ),
-        ({"a": "light", "b": [{"CLAHE": None}]}, "view 'b': step 1, CLAHE"),
+        ({"a": "light", "b": [{"CLAHE": None}]}, "views a, b: the step CLAHE"),
         (lambda image: image, "function is not a list of Albumentations' steps"),
         ([{"HorizontalFlip": None}], "its images have no fixed size"),
     ],

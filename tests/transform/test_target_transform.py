@@ -96,9 +96,8 @@ def pipeline(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
-@pytest.mark.parametrize("crop_decode", ["off", "exact"])
-def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
-    transform, num_seen = both(pipeline(name), crop_decode=crop_decode).sample_maker, 0
+def test_mask_and_box_are_where_the_square_is(name: str) -> None:
+    transform, num_seen = both(pipeline(name)).sample_maker, 0
     # 5 pixels: what nearest and blurred edges differ by, enlarged
     kernel = np.ones((11, 11), np.uint8)
     for number, key in enumerate(KEYS.tolist()):
@@ -173,7 +172,7 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
         else pipeline(name)
     )
     plain, with_both = both(made, {}).sample_maker, both(made).sample_maker
-    with_mask = both(made, {"mask": "seg"}, crop_decode="off").sample_maker
+    with_mask = both(made, {"mask": "seg"}).sample_maker
     with_boxes = both(made, {"boxes": "objects"}).sample_maker
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
         expected = plain.slow(sample, tuple(key))["image"]
@@ -181,18 +180,6 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
             np.testing.assert_array_equal(
                 transform.slow(sample, tuple(key))["image"], expected
             )
-
-
-def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
-    off, exact = (
-        run(both(build_transform("heavy", 64), crop_decode=mode), SCENES, KEYS)[
-            0
-        ].arrays()
-        for mode in ("off", "exact")
-    )
-    assert set(off) == {"image", "mask", "boxes", "label"}
-    for name in off:
-        np.testing.assert_array_equal(off[name], exact[name])
 
 
 # Micro-batches

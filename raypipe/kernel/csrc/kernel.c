@@ -29,7 +29,7 @@
 
 #include <pthread.h>
 
-/* Version of this interface; raypipe/kernel/native.py accepts no other. */
+/* Version of this interface; raypipe/kernel/extension.py accepts no other. */
 #define INTERFACE_VERSION 8
 #define MAX_THREADS 256
 

@@ -151,8 +151,10 @@ def others(present: Iterable[str], names: Mapping[str, str]) -> list[str]:
     ]
 
 
-def no_option(kind: str, option: str, value: str) -> ConfigError:
-    """Return the error about a setting that a format has no use for."""
-    return ConfigError(
-        f"store.{RENAMED[option]}={value!r}: {kind} has no columns of other names: leave it out"
-    )
+def check_unasked(kind: str, asked: Asked, *usual: str) -> None:
+    """Raise ConfigError if columns are asked for in a format whose columns have no other names."""
+    for column, name in asked._asdict().items():
+        if name not in (column, "", *usual):
+            raise ConfigError(
+                f"store.{RENAMED[column]}={name!r}: {kind} has no columns of other names: leave it out"
+            )

@@ -26,7 +26,7 @@ from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.sources.format_source import (
     Asked,
     Source,
-    no_option,
+    check_unasked,
     opened,
     size_of,
 )
@@ -43,9 +43,7 @@ _MAX_INDEX_BYTES = 1 << 30
 
 def open_recordio(address: str, asked: Asked) -> Source:
     """Open one .rec. Several labels are an array; without a target they are a column `labels`, a list."""
-    for option, value in (("image", asked.image), ("label", asked.label)):
-        if value not in (option, "label", ""):
-            raise no_option("MXNet RecordIO", option, value)
+    check_unasked("MXNet RecordIO", asked, "label")
     num_records = _num_in_index(address)
     samples = _samples(address, num_records, has_label=bool(asked.label))
     return Source(samples, num_samples=num_records)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,7 @@ def open_tensors(address: str, asked: Asked) -> Source:
     import torch
 
     with explained(address):
-        if is_remote(address):
-            content = _remote(torch, address)
-        else:
-            content = _local(torch, address)
+        content = _load(torch, address)
         named: Any = content
         if isinstance(content, torch.Tensor):
             named = {"image": content}
@@ -52,19 +50,15 @@ def open_tensors(address: str, asked: Asked) -> Source:
         )
 
 
-def _local(torch: Any, address: str) -> Any:
-    with regular_path(address) as path, Path(path).open("rb") as file:
-        _check_zip(address, file)
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _remote(torch: Any, address: str) -> Any:
+def _load(torch: Any, address: str) -> Any:
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True)
     with opened(address) as file:
         _check_zip(address, file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        if not is_remote(address):
+            # the format before torch 1.6 cannot be mapped
+            with contextlib.suppress(RuntimeError), regular_path(address) as path:
+                return load(path, mmap=True)
+        return load(file)
 
 
 def _check_zip(address: str, file: Any) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
-from raypipe.stores.sources.format_source import Asked, Source, no_option
+from raypipe.stores.sources.format_source import Asked, Source, check_unasked
 
 
 def open_user(address: str, asked: Asked) -> Source:
     """Import it; it may have an attribute `classes`, the class names by label."""
-    for option, value in (("image", asked.image), ("label", asked.label)):
-        if value not in (option, ""):
-            raise no_option("your own function", option, value)
+    check_unasked("your own function", asked)
     value = import_name(address, "the source", trusted=True)
     samples: Any = value() if callable(value) else value
     if not isinstance(samples, Iterable):

@@ -7,23 +7,20 @@ sizes that no images have.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
 import stat
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.storage.unpack import check_unpacked
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import NAME, as_text
 from raypipe.stores.class_folders import (
@@ -46,8 +43,6 @@ from raypipe.stores.webdataset import (
 
 logger = logging.getLogger(__name__)
 
-_MEMBER = 1 << 48  # from here on, the position of a place is the number of a member
-_MAX_LABEL_BYTES = 1 << 20  # a larger one is not searched for a label
 _MAX_RATIO = 1100  # deflate reaches 1,032
 _MAX_LINK_BYTES = 4096
 
@@ -72,6 +67,10 @@ class _Zip:
         except Exception as error:  # half a dozen types
             logger.warning("%s: %r: %s", self.path, member.filename, error)
             return None
+
+    def pread(self, num_bytes: int, position: int) -> bytes:
+        """Return the first bytes of the member of a number; none of a damaged one."""
+        return (self.read(self.archive.infolist()[position]) or b"")[:num_bytes]
 
 
 def open_zips(address: str, asked: Asked) -> Source:
@@ -181,69 +180,40 @@ def _pairs(
 ) -> Source | None:
     """Return the samples of pairs; None if a zip has none."""
     scans = list[Scan]()
-    members = list[dict[int, zipfile.ZipInfo]]()
     for zipped in zips:
-        with tempfile.TemporaryFile() as labels_file:
-            entries, of_positions = _entries(zipped, asked, labels_file)
-            read = functools.partial(os.pread, labels_file.fileno())
-            scan = find_samples(
-                zipped.path, entries, read, asked.image, asked.label, needs_labels
-            )
+        # the position of a member is its number
+        entries: list[tuple[str, Place | str]] = [
+            (member.filename, (number, member.file_size, 0.0))
+            for number, member in enumerate(zipped.archive.infolist())
+            if not (member.is_dir() or stat.S_ISLNK(member.external_attr >> 16))
+        ]
+        scan = find_samples(
+            zipped.path, entries, zipped.pread, asked.image, asked.label, needs_labels
+        )
         if scan is None:
             return None
         scans.append(scan)
-        members.append(of_positions)
     indexed = index_samples([zipped.path for zipped in zips], scans)
     tell_left_out(zips[0].path, sum(indexed.nums), indexed.left_out)
-    samples = _samples_of_pairs(zips, members, indexed)
-    return Source(samples, num_samples=sum(indexed.nums))
+    return Source(_samples_of_pairs(zips, indexed), num_samples=sum(indexed.nums))
 
 
 def _samples_of_pairs(
-    zips: Sequence[_Zip],
-    members: Sequence[dict[int, zipfile.ZipInfo]],
-    indexed: Indexed,
+    zips: Sequence[_Zip], indexed: Indexed
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples of each zip, whose members are given by their positions."""
+    """Yield the samples of each zip."""
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     numbers = itertools.count()
-    for zipped, of_positions, keys in zip(zips, members, indexed.keys, strict=True):
+    for zipped, keys in zip(zips, indexed.keys, strict=True):
+        members = zipped.archive.infolist()
         for name, number in zip(as_names(keys), numbers, strict=False):
             sample: dict[str, Any] = {NAME: name}
             for column, places in columns.items():
-                content = zipped.read(of_positions.get(int(places[number][0])))
+                position = int(places[number][0])
+                content = zipped.read(members[position] if position >= 0 else None)
                 is_text = column in TEXT_SUFFIXES
                 sample[column] = as_text(content) if is_text else content
             if labels is not None:
                 sample["label"] = labels[number]
             yield sample
-
-
-def _entries(
-    zipped: _Zip, asked: Asked, labels_file: IO[bytes]
-) -> tuple[list[tuple[str, Place | None]], dict[int, zipfile.ZipInfo]]:
-    """Return names and places of members, and the members by their positions.
-
-    Those that may have labels are unpacked into a file, and their positions are its offsets.
-    """
-    entries = list[tuple[str, Place | None]]()
-    of_positions: dict[int, zipfile.ZipInfo] = {}
-    ends = (".cls", ".json", ".label", f".{asked.label.lower()}")
-    stored_bytes = 0
-    for number, member in enumerate(zipped.archive.infolist()):
-        if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
-            continue
-        position = _MEMBER + number
-        if (
-            member.filename.lower().endswith(ends)
-            and member.file_size <= _MAX_LABEL_BYTES
-        ):
-            stored_bytes += member.compress_size
-            position = labels_file.tell()
-            check_unpacked(f"{zipped.path}: its labels", stored_bytes, position)
-            labels_file.write((zipped.read(member) or b"") + b"\0")
-        of_positions[position] = member
-        entries.append((member.filename, (position, member.file_size, 0.0)))
-    labels_file.flush()
-    return entries, of_positions

@@ -69,7 +69,7 @@ class Folder:
     ) -> None:
         self.path = path
         self.keeps_passing = keeps_passing
-        self._room = Room(path, num_bytes or 0, _SHARE)
+        self._room = Room(path, num_bytes, _SHARE)
         self._is_writable = True
 
     @property

@@ -14,13 +14,16 @@ transparent value (tRNS) of a gray PNG is dropped. Images above a limit of `limi
 
 from __future__ import annotations
 
+import functools
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cv2
 import numpy as np
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.packages import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
@@ -71,6 +74,13 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
         with damage_in(kind, encoded):
             return _tiff(encoded)
     return decode(encoded)
+
+
+def decoder_of(config: TransformConfig) -> Callable[[bytes], np.ndarray]:
+    """The decoder of a stream: to uint8 RGB, or with `transform.decode_as: array` as images are stored."""
+    if config.decode_as == "array":
+        return decode_array
+    return functools.partial(decode, exif=config.apply_exif)
 
 
 def decode_any(data: bytes | memoryview | None) -> np.ndarray:
@@ -125,7 +135,7 @@ def _image_header(data: bytes) -> NpyHeader:
 def _png(data: bytes) -> np.ndarray:
     if data[8:16] != b"\0\0\0\rIHDR":
         raise SampleError("damaged PNG: it does not begin with its header")
-    if any(holds is None for _, holds in png_chunks(data)):
+    if any(holds is None for _, _, holds in png_chunks(data)):
         raise SampleError(f"truncated PNG ({len(data)} bytes)")
     with damage_in("PNG", data):
         # cv2 would give the first frame of an animation, Pillow the picture before it

@@ -32,7 +32,7 @@ _PNG_METADATA = _PNG_ORIENTATION | set(
     b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
 )
 _PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
-# Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
+# Brands of an ISO file: AVIF has some of HEIC's as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 
@@ -77,7 +77,7 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
         return None
     if not all(
         holds and kind in (b"IHDR", b"IDAT", b"IEND")
-        for kind, holds in png_chunks(data)
+        for kind, _, holds in png_chunks(data)
     ):
         return None
     height, width = png_size(data)
@@ -90,14 +90,8 @@ def png_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
 
 
-def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
-    """Yield the kind of each chunk, and whether its checksum holds; None: it is cut short, and so the last."""
-    for kind, _, _, holds in _png_chunks(data):
-        yield kind, holds
-
-
-def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
-    """Yield the same with where each chunk begins and ends."""
+def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes, bool | None]]:
+    """Yield the kind and the bytes of each chunk, and whether its checksum holds; None: it is cut short."""
     start = 8
     kind = b""
     while kind != b"IEND":
@@ -105,10 +99,11 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
         kind = data[start + 4 : start + 8]
         end = start + 12 + length
         if end > len(data):
-            yield kind, start, len(data), None
+            yield kind, data[start:], None
             return
         checksum = zlib.crc32(memoryview(data)[start + 4 : end - 4])
-        yield kind, start, end, checksum == int.from_bytes(data[end - 4 : end], "big")
+        holds = checksum == int.from_bytes(data[end - 4 : end], "big")
+        yield kind, data[start:end], holds
         start = end
 
 
@@ -119,12 +114,12 @@ def png_of_pixels(data: bytes) -> bytes:
         ValueError: a checksum is wrong: Pillow does not compare those of pixels. Of metadata it is of no interest.
     """
     kept = [data[:8]]
-    for kind, start, end, holds in _png_chunks(data):
+    for kind, chunk, holds in png_chunks(data):
         is_of_pixels = not kind[:1].islower() or kind == b"tRNS"
         if holds is False and (is_of_pixels or kind not in _PNG_METADATA):
             raise ValueError(f"the checksum of {kind!r} is wrong")
         if is_of_pixels:
-            kept.append(data[start:end])
+            kept.append(chunk)
     return b"".join(kept)
 
 
@@ -133,10 +128,9 @@ def orientation_chunks(data: bytes) -> bytes:
 
     It is empty if there is no such metadata, or if it is damaged.
     """
-    chunks = list(_png_chunks(data))
     metadata = [
-        data[start:end]
-        for kind, start, end, holds in chunks
+        chunk
+        for kind, chunk, holds in png_chunks(data)
         if holds and kind in _PNG_ORIENTATION
     ]
     return data[:33] + b"".join(metadata) + _PNG_END if metadata else b""

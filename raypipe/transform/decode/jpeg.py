@@ -1,19 +1,15 @@
 """JPEGs → pixels: whole, or only the part that a random resized crop shows.
 
-    mode      decodes                                                   pixels
-    off       the whole image                                           the reference
-    exact     the crop, where the extension is there; else the whole    equal to those of "off"
-
 The optional extension (`raypipe.kernel`) gives exactly simplejpeg's pixels of any box, in less time. It is used
 only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or damaged images,
-which simplejpeg then decodes or rejects. So both modes have the same pixels and the same bad samples, and nodes
-with and without the extension can make one run together.
+which simplejpeg then decodes or rejects. So nodes with and without the extension have the same pixels and the same
+bad samples, and can make one run together.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import simplejpeg
@@ -23,6 +19,7 @@ from raypipe.kernel import (
     EXTRA_COLUMNS,
     decode_crop,
     is_intact,
+    sizes,
     why_no_kernel,
 )
 from raypipe.plan.places import Sides
@@ -36,6 +33,21 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width), pixels of an image, inside it."""
 Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
 """(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3)."""
+
+
+def sizes_by_header(
+    images: Sequence[bytes | memoryview | None], exif: bool
+) -> np.ndarray:
+    """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
+
+    Those are also others that `exif` turns upright.
+    """
+    found, has_metadata = sizes(images)
+    if exif:
+        for row in np.flatnonzero(has_metadata).tolist():
+            if jpeg_orientation(bytes(images[row] or b"")) > 1:
+                found[row] = 0
+    return found
 
 
 def decode_jpeg(
@@ -68,7 +80,7 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
             "min_factor": 2.0 if short_side else 1.0,
         }
         return simplejpeg.decode_jpeg(without_profile(data), "RGB", **sides)
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         if "Premature end of JPEG file" in str(error):
             damage = "truncated"
         else:
@@ -122,7 +134,7 @@ def _by_extension(
         first = decode_crop(
             data, left, top, width, height, True, pixels, width + extra_columns
         )
-    except Exception:  # whatever it does not like, simplejpeg has the last word on
+    except ValueError:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]
 

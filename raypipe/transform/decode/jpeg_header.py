@@ -126,8 +126,8 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    except Exception:
-        # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
+    except (ValueError, KeyError):
+        # A rare subsampling, such as 4:4:1, is a KeyError.
         return None
     return height, width
 

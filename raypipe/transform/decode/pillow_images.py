@@ -33,7 +33,7 @@ def png_orientation(data: bytes) -> int:
         return 1
     with warnings.catch_warnings(), silenced():
         warnings.simplefilter("ignore")
-        try:  # without the pixels, which Pillow would decode before the metadata behind them
+        try:  # Pillow would decode pixels before the metadata behind them
             of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(told))
         except Exception:  # Pillow raises a dozen types on bad bytes
             return 1

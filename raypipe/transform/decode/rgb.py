@@ -86,7 +86,7 @@ def decode(
             return upright(image, jpeg_orientation(encoded))
         return image
     if plain_size(encoded, kind) is not None:
-        with contextlib.suppress(Exception):  # Pillow has the last word
+        with contextlib.suppress(cv2.error):  # Pillow has the last word
             plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)
             if plain is not None:
                 return plain

@@ -109,17 +109,6 @@ def test_neither_history_nor_pickling_shows(name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(forward, backward, strict=True))
 
 
-def test_a_reduced_crop_is_resized_to_the_same_target() -> None:
-    half = cv2.resize(IMAGES[-1], (100, 90))
-    for name in ("light", "torchvision"):
-        transform = SampleTransform(PIPELINES[name]())
-        assert transform(((480, 640), lambda _: half.copy()), KEYS[1]).shape == (
-            24,
-            24,
-            3,
-        )
-
-
 def test_an_error_of_the_decoder_comes_through() -> None:
     def bad(_: object) -> np.ndarray:
         raise OSError("damaged")

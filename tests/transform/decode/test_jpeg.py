@@ -14,12 +14,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import SampleError
-from raypipe.plan.places import MicroBatchId
-from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.opening import open_stream
 from raypipe.transform.decode import jpeg as jpeg_module
 from raypipe.transform.decode.jpeg import (
     Box,
@@ -191,22 +186,3 @@ def test_images_that_are_turned_are_left_to_the_whole_decode() -> None:
     assert open_for_crop(turned, exif=False) is not None
     exif[0x0112] = 1
     assert open_for_crop(by_pillow(PHOTO, exif=exif), exif=True) is not None
-
-
-def test_the_settings_of_a_run_reach_its_actors() -> None:
-    store = MemoryStore(
-        [simplejpeg.encode_jpeg(cv2.resize(PHOTO, (400, 300)), 90, "RGB", "420")] * 2,
-        [0, 1],
-    )
-
-    def maker(**settings: Any) -> MicroBatchMaker:
-        transform = TransformConfig(train="light", size=16, **settings)
-        return MicroBatchMaker(
-            open_stream(store, plan=PlanConfig(micro_batch_size=2), transform=transform)
-        )
-
-    off, exact = (
-        maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0))["image"]
-        for mode in ("off", "exact")
-    )
-    assert np.array_equal(off, exact)

@@ -1,0 +1,43 @@
+"""Room in a folder of files; the cache of shards and the folder of finished micro-batches use it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from raypipe.storage import room
+from raypipe.storage.room import Room, TooLargeError
+
+
+def put(folder: Path, name: str, num_bytes: int, used_s: float) -> Path:
+    path = folder / name
+    path.write_bytes(bytes(num_bytes))
+    os.utime(path, (used_s, used_s))
+    return path
+
+
+def test_the_files_used_longest_ago_make_room(tmp_path: Path) -> None:
+    paths = [put(tmp_path, name, 100, used_s) for name, used_s in (("a", 9), ("b", 5))]
+    accessed = put(tmp_path, "c", 100, 0)
+    os.utime(accessed, (7, 0))  # time 0 of the last change means nothing
+    hidden = put(tmp_path, ".new", 0, time.time())
+    assert Room(tmp_path, 300, 0.5).take(hidden, 100)
+    assert [path.exists() for path in (*paths, accessed)] == [True, False, False]
+    assert hidden.stat().st_size == 100
+    with pytest.raises(TooLargeError, match=r"^300$"):
+        Room(tmp_path, 300, 0.5).take(hidden, 301)
+
+
+def test_what_a_killed_process_was_writing_goes_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = put(tmp_path, ".killed", 100, time.time())
+    hidden = put(tmp_path, ".new", 0, time.time())
+    assert not Room(tmp_path, 150, 0.5).take(hidden, 100) and killed.exists()
+    monkeypatch.setattr(room, "_WRITTEN_S", -60.0)
+    (tmp_path / ".room").unlink()
+    Room(tmp_path, 150, 0.5).take(put(tmp_path, "new", 0, 1), 100)
+    assert not killed.exists()

@@ -93,7 +93,7 @@ class Sizes:
     def __init__(self) -> None:
         # seconds and bytes of some finished micro-batches, by split
         self._measured: dict[str, deque[tuple[float, int]]] = {}
-        self._sizes: dict[str, dict[Split, int]] = {}  # by task
+        self._sizes: dict[str, dict[Split, int]] = {}  # task → k of each split
         self._remembered = set[Split]()
 
     def measured(self, split: str, seconds: float, num_bytes: int) -> None:

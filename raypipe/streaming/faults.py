@@ -1,4 +1,4 @@
-"""Deaths of a stream's actors and readers: what caused them, and what is done about them. Pure.
+"""Deaths of a stream's actors and readers: their causes, and the next attempts. Pure.
 
 A process that crashes or hangs on a sample would be restarted, and would crash again, forever. So actors
 announce their work, and a restarted one asks for the history of its block:
@@ -66,7 +66,7 @@ class _History:
     deaths: int = 0
     all_deaths: int = 0
     at_sample: Counter[int] = field(default_factory=Counter)
-    bad_in: Counter[str] = field(default_factory=Counter)  # by micro-batch
+    bad_in: Counter[str] = field(default_factory=Counter)  # micro-batch → number
 
 
 class Faults:

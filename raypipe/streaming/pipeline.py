@@ -114,7 +114,7 @@ def block_dataset(
         actors,
         spec.traces,
     )
-    # Of the object store as it is now, streams take half.
+    # Streams take half of the object store as it is now.
     room = _object_store_bytes() / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
     min_pixels, max_pixels = pixel_range(spec.transform, spec.plan.config.bucket_sides)

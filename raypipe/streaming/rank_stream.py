@@ -191,7 +191,7 @@ class RankStream:
             while self._next:
                 self._discard()
         if self._next is None:
-            # what it still has to do, it does at its end
+            # it may do something more at its end
             further = self._take()
             assert further is None, "the stream is longer than the plan"
         self.lifetime.end(EXHAUSTED)

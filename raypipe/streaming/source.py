@@ -150,7 +150,7 @@ class MicroBatchSource(Datasource):
             every_place = itertools.chain([position], places)
             blocks = cut(every_place, self._ranks, sizes)
             rows = self._blocks(blocks, task, careful)
-            # who is careful says what it reads, and may be killed by it
+            # a careful reader announces each read, which may kill it
             if self._readers and not careful:
                 rows = _ahead(rows)
             yield from rows

@@ -6,8 +6,8 @@ does, and the pool begins behind them:
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
 
-Rank 0 sets n before the pool is laid out, and tells the other ranks. It counts what it can read without object
-storage: micro-batches from files on disk, and from shards that are in the node's cache.
+Rank 0 sets n before the pool is laid out, and sends it to the other ranks. It counts micro-batches that it can read
+without object storage: from files on disk, and from shards that are in the node's cache.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class HeadStart:
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
         self._places = spec.plan.share(start, rank, world_size)
-        # Rank 0 makes what it has at hand until n is known, and other ranks one.
+        # Until n is known, rank 0 makes those that it can read here, and other ranks one.
         self._num_free = 1 if rank else None
         stores = spec.stores.values()
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._upcoming = spec.plan.share(start, rank, world_size)
         self._looked_at: MicroBatchId | None = None
-        self._num_found = 0  # at hand
+        self._num_found = 0  # the rank can read so many here
         self._total = spec.plan.num_micro_batches(start) // world_size
         self._most = self._total
         if spec.pool.head_start >= 0:

@@ -6,8 +6,8 @@ does, and the pool begins behind them:
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
 
-Rank 0 sets n before the pool is laid out, and sends it to the other ranks. It counts micro-batches that it can read
-without object storage: from files on disk, and from shards that are in the node's cache.
+Rank 0 sets n before the pool is laid out, and sends it to the other ranks. It counts micro-batches that it can
+read without object storage: from files on disk, and from shards that are in the node's cache.
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ class Faults:
         """The block that an actor is at; None = none."""
         return self._working.get(actor)
 
+    @property
+    def has_actors(self) -> bool:
+        """True once an actor has started."""
+        return bool(self._homes)
+
     def actor_started(self, actor: str, home: str, was_restarted: bool) -> str:
         """An actor has started; return a sentence if an earlier process of it has died, else "".
 

@@ -32,7 +32,7 @@ class Pool(Protocol):
         supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
         actors: the most that there may be, as far as this rank knows; 0 = it does not.
         num_readers: readers at one time; 0 = the actors read the store.
-        has_begun: whether they have made their first micro-batch of this rank.
+        has_begun: whether one of them has started, or they have nothing to make.
         on_start: called once they start, maybe by another thread.
     """
 

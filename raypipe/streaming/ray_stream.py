@@ -108,7 +108,7 @@ class RayStreams:
 
     @property
     def has_begun(self) -> bool:
-        """True once this rank has got a micro-batch of the pool; always, if the pool makes everything."""
+        """True once the pool has an actor, or nothing to make; always, if it makes everything."""
         return self._now is not None and self._now.has_begun
 
     @property

@@ -201,6 +201,10 @@ class Supervisor:
         self._remember()
         return bool(event)
 
+    def has_actors(self) -> bool:
+        """Return whether an actor has started."""
+        return self._faults.has_actors
+
     def block_started(
         self, actor: str, micro_batches: list[str], process: Process | None = None
     ) -> Orders:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
@@ -47,7 +50,7 @@ class PooledStream(Iterator[MicroBatch]):
     Attributes:
         supervisor: see above.
         on_end: functions to call at the end of the stream.
-        has_begun: whether it has brought a micro-batch of the pool, or the pool has none.
+        has_begun: whether the pool has an actor, or nothing to make.
     """
 
     def __init__(
@@ -122,7 +125,6 @@ class PooledStream(Iterator[MicroBatch]):
         if self.head:
             yield from self.head.batches()
             if self.head.has_all:
-                self.has_begun = True
                 return
         while not self._is_ready.wait(_LOOK_S):
             if self._is_left.is_set():
@@ -135,7 +137,6 @@ class PooledStream(Iterator[MicroBatch]):
         from_pool = chain(self._first, self._from_pool)
         self._first = []
         for batch in islice(from_pool, num_beyond, None):
-            self.has_begun = True
             yield batch
             # its block's memory is to be free before the next one arrives
             del batch
@@ -207,6 +208,8 @@ class PooledStream(Iterator[MicroBatch]):
                     self._first = [] if first is None else [first]
             finally:
                 _starting.release()
+            self._is_ready.set()
+            self._await_actor()
         except LeftError:
             pass
         except BaseException as error:
@@ -217,6 +220,14 @@ class PooledStream(Iterator[MicroBatch]):
             self._is_ready.set()
             if self._is_left.is_set():
                 self._clean()
+
+    def _await_actor(self) -> None:
+        """Wait until the pool has an actor, or nothing to make."""
+        has_actor = coordinator_of(self._iterators[self._rank]) is None
+        with contextlib.suppress(ray.exceptions.RayError):
+            while not has_actor and not self._is_left.wait(_LOOK_S):
+                has_actor = ray.get(self.supervisor.has_actors.remote())
+        self.has_begun = True
 
     def _start(self) -> None:
         self._iterators = self._start_pool(self)

@@ -125,7 +125,7 @@ def test_ranks_and_pool_make_the_stream_of_one_process_from_any_place(
         for rank, batches in enumerate(opened):
             expected = inline_batches(spec, start, rank, world_size)
             assert list(map(batch_hash, batches)) == list(map(batch_hash, expected))
-            assert ranks[rank].has_begun
+            until(lambda one=ranks[rank]: one.has_begun)
         for batches in opened:
             batches.close()
 

@@ -80,8 +80,6 @@ class RankStream:
         self._on_device = on_device
         self._metrics = metrics
         self._pool = pool
-        if pool:
-            pool.on_start = self._started
         self._batches: Iterator[Batch] | None = None
         # The one that comes next, and those after it; None = all were taken.
         self._next: MicroBatchId | None = None
@@ -109,6 +107,8 @@ class RankStream:
         host: Iterator[MicroBatch] = iter(())
         self._later = iter(())
         if start:
+            if self._pool:
+                self._pool.on_start = self._started
             with self.failing():
                 host = self._open_at(start)
             self._later = self._plan.share(start, self._rank, self._world_size)
@@ -120,6 +120,9 @@ class RankStream:
         ends.callback(_stop_all, self._watchdogs)
         ends.callback(self._metrics.tell, "ended")
         ends.callback(_close, self.lifetime, batches, host)
+        if self._pool:
+            # neither is to keep the other once the stream has ended
+            ends.callback(setattr, self._pool, "on_start", _nothing)
         if self._pool:
             self._metrics.actors = self._pool.actors
         is_of_pool = start is not None and self._pool is not None
@@ -303,6 +306,10 @@ class RankStream:
                 f"rank {self._rank}: the stream ended early: please report this as a bug"
             )
         self._next = next(self._later, None)
+
+
+def _nothing() -> None:
+    """Do nothing: the stream of a pool that starts too late has ended."""
 
 
 def _pass(place: MicroBatchId) -> tuple[int, bool]:

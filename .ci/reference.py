@@ -23,7 +23,7 @@ from raypipe.device import augment
 from raypipe.device.prefetcher import Batch
 from raypipe.environment import VARIABLES
 from raypipe.metrics.prometheus import METRICS
-from raypipe.section import described, expected, is_section, kinds_of
+from raypipe.section import expected, is_section, kinds_of, texts_of
 from raypipe.transform import presets, views
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def row(name: str, kind: Any, default: Any, text: str) -> Sequence[str]:
 
 
 def settings(section: Any = RunConfig) -> str:
-    default, texts, prefix = section(), described(section), section._prefix
+    default, texts, prefix = section(), texts_of(section), section._prefix
     parts, rows = [], []
     for name, kind in kinds_of(section).items():
         if is_section(kind) or name == "columns":
@@ -206,7 +206,7 @@ def batch() -> str:
     }
     return table(
         ("field", "meaning"),
-        [(f"`{name}`", text) for name, text in (texts | described(Batch)).items()],
+        [(f"`{name}`", text) for name, text in (texts | texts_of(Batch)).items()],
     )
 
 
@@ -248,7 +248,7 @@ def members(kind: type) -> str:
         name: about(part) for name, part in own.items() if isinstance(part, property)
     }
     doc = (kind.__doc__ or "").partition("Attributes:")[2]
-    texts |= described(SimpleNamespace(__doc__=f"\n    Attributes:{doc}"))
+    texts |= texts_of(SimpleNamespace(__doc__=f"\n    Attributes:{doc}"))
     rows = [(f"`{name}`", linked(text)) for name, text in texts.items()]
     rows += [
         (f"`{stub(part)}`", about(part))

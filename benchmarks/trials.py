@@ -58,7 +58,7 @@ def train(batches: Any, lr: float) -> dict[str, str]:
     }
 
 
-def by_raypipe(store: str, epochs: int, remember_bytes: Any, head_start: int) -> Any:
+def by_raypipe(store: str, epochs: int, remember: str, head_start: int) -> Any:
     """Batches of a stream."""
     import torch
 
@@ -71,7 +71,7 @@ def by_raypipe(store: str, epochs: int, remember_bytes: Any, head_start: int) ->
         pool=raypipe.PoolConfig(
             max_actors=1,
             cpus_per_actor=0.5,
-            remember_bytes=remember_bytes,
+            remember=remember,
             head_start=head_start,
         ),
     )
@@ -137,8 +137,8 @@ def run_trial(way: str, store: str, epochs: int, lr: float, head_start: int) -> 
     if way == "torch DataLoader":
         batches = by_torch(store, epochs)
     else:
-        remember_bytes = "auto" if way == "raypipe" else 0
-        batches = by_raypipe(store, epochs, remember_bytes, head_start)
+        remember = "memory" if way == "raypipe" else "off"
+        batches = by_raypipe(store, epochs, remember, head_start)
     print(json.dumps(train(batches, lr)))
 
 

@@ -30,10 +30,10 @@ from typing import Any
 import psutil
 
 WAYS: dict[str, dict[str, Any]] = {
-    "off": {"remember_bytes": 0},
-    "memory": {"remember_bytes": 1 << 30},
-    "disk": {"remember": "disk", "remember_bytes": 4 << 30},
-    "disk, later run": {"remember": "disk", "remember_bytes": 4 << 30},
+    "off": {"remember": "off"},
+    "memory": {"remember": {"memory": 1 << 30}},
+    "disk": {"remember": {"disk": 4 << 30}},
+    "disk, later run": {"remember": {"disk": 4 << 30}},
 }
 ROLES = {
     "MapWorker": "actors",

@@ -35,7 +35,7 @@ NAMES = {
 READINGS: dict[str, dict[str, Any]] = {
     "rgb": {"train": "light", "val": "center", "size": SIZE},
     "upright": {"train": "light", "val": "center", "size": SIZE, "apply_exif": True},
-    "array": {"decode_as": "array"},
+    "array": {"decode": "array"},
 }
 """Settings of `transform`, by what they read of a file: see `readings`. Arrays go through `cornered`."""
 

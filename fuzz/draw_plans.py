@@ -537,12 +537,12 @@ def check_places(made: Composition, found: Found) -> None:
             places[at.split, index].append(SamplePlace(at, row))
     for split, size in ("train", len(made.labels)), ("val", len(made.val_keep)):
         samples = range(-1, size + 1)
-        found_in_run = list(plan.places_of_all(samples, split))
+        found_in_run = list(plan.places_of(samples, split))
         for index in samples:
             of_index = [place for number, place in found_in_run if number == index]
             assert of_index == ([] if index in (-1, size) else places[split, index])
         of_epoch = [each for each in found_in_run if each[1].micro_batch.epoch == 1]
-        assert list(plan.places_of_all(samples, split, [1])) == of_epoch
+        assert list(plan.places_of(samples, split, [1])) == of_epoch
 
 
 def check(made: Composition) -> None:

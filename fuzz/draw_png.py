@@ -180,7 +180,7 @@ def _kinds() -> Iterator[Drawn]:
 
 
 def _truth(samples: np.ndarray, color: int, depth: int) -> np.ndarray:
-    """The array that `transform.decode_as: array` is to give."""
+    """The array that `transform.decode: array` is to give."""
     if color == PALETTE:
         return COLORS[samples[:, :, 0]]
     if depth < 8:

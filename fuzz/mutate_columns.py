@@ -274,7 +274,7 @@ def _target(
     damage: dict[str, Mutation],
     text: bool = False,
 ) -> Form:
-    return Form(seeds, mean, damage, {}, name, {f"{name}_column": "value"}, text)
+    return Form(seeds, mean, damage, {}, name, {"targets": {name: "value"}}, text)
 
 
 _FLOAT = {"value": {"dtype": "float32"}}
@@ -365,7 +365,7 @@ IMAGES: dict[str, Form] = {
         {"header": npy_header},
         {},
         "image",
-        {"decode_as": "array"},
+        {"decode": "array"},
     ),
     "image, PNG": Form(
         [IMAGE, _RGBA, _PALETTE.getvalue()],

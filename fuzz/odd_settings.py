@@ -215,7 +215,7 @@ PLANS: list[dict[str, Any]] = [
         "epochs": 1 << 30,
     },
     {"micro_batch_size": 4, "weights": "weight", "epoch_samples": 16},
-    {"micro_batch_size": 4, "weights": 1.0, "window_groups": 2, "shuffle": "off"},
+    {"micro_batch_size": 4, "weights": 1.0, "shuffle": "off"},
     {
         "micro_batch_size": 2,
         "buckets": ["192x256", "256x192"],

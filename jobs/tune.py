@@ -234,7 +234,6 @@ def search(
         train = replace(
             run.train,
             num_workers=1,
-            min_workers=0,
             num_classes=num_classes_of(run, spec_of(run)),
         )
         chosen = policies(

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal, cast
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
 from raypipe.logs import LogFormat
-from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
+from raypipe.section import (
+    ANY_NUMBER,
+    MAX_INT,
+    Limits,
+    Ramped,
+    Section,
+    check,
+    kinds_of,
+    shown,
+)
 
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
@@ -27,6 +36,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
+Epochs = Annotated[float, Limits(0, MAX_INT)]
 Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
@@ -46,6 +56,7 @@ _DTYPES = [
     "uint64",
 ]
 _DTYPES += ["float16", "float32", "float64"]
+_TARGETS = ("mask", "boxes", "keypoints")
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,9 @@ class ColumnOptions(Section, prefix="store.columns.NAME."):
         self._require(
             self.fill is None or self.length > 0,
             "fill",
-            self.fill,
             "left out without a length",
         )
-        self._require(
-            self.dtype in ("", *_DTYPES), "dtype", self.dtype, f"one of {_DTYPES}"
-        )
+        self._require(self.dtype in ("", *_DTYPES), "dtype", f"one of {_DTYPES}")
 
 
 ColumnsSetting = list[str] | dict[str, dict[str, Any] | None]
@@ -160,8 +168,8 @@ class PlanConfig(Section, prefix="plan."):
             micro-batches, and W must divide M. 0 = B.
         seed: seed of the run, at least 0.
         shuffle: "global", "window" (for stores in groups, such as Parquet, and for tars), "off", or "auto" =
-            "window" if the store has groups (Parquet; tars in a bucket), else "global".
-        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4,096 samples.
+            "window" if the store has groups (Parquet; tars in a bucket), else "global". A window has at least 10
+            groups and 4,096 samples; a number means windows of so many groups.
         val_interval: epochs between validations; the last epoch always has one; 0 = no validation.
         epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
@@ -188,8 +196,7 @@ class PlanConfig(Section, prefix="plan."):
     micro_batch_size: BatchSize = 64
     global_batch_size: Annotated[int, Limits(0, 1 << 24)] = 0
     seed: Annotated[int, Limits(0, (1 << 64) - 1)] = 0
-    shuffle: Literal["auto", "global", "window", "off"] = "auto"
-    window_groups: int = 0
+    shuffle: Literal["auto", "global", "window", "off"] | AtLeast1 = "auto"
     val_interval: int = 1
     epoch_samples: (
         Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"]
@@ -210,35 +217,27 @@ class PlanConfig(Section, prefix="plan."):
         self._check_buckets()
         self._check_sampler()
         self._check_skip()
-        whole, remainder = divmod(self.global_batch_size, self.micro_batch_size)
-        if remainder:
-            nearest = " or ".join(
-                str(number * self.micro_batch_size)
-                for number in (whole, whole + 1)
-                if number
-            )
-            expected = f"a multiple of plan.micro_batch_size ({self.micro_batch_size}), such as {nearest}"
-            self._require(False, "global_batch_size", self.global_batch_size, expected)
+        self._require(
+            self.global_batch_size % self.micro_batch_size == 0,
+            "global_batch_size",
+            f"a multiple of plan.micro_batch_size, {self.micro_batch_size}",
+        )
 
     def _check_draws(self) -> None:
         expected = f"a divisor of the {self.per_step} micro-batches in a step"
         self._require(
             self.per_step % self.aug_repeats == 0,
             "aug_repeats",
-            self.aug_repeats,
             expected,
         )
         for weights in self.mixture_by_epoch.values():
             self._require(
                 any(weights.values()),
                 "mixture",
-                self.mixture,
                 "weights by store, one of them above 0",
             )
         starts = list(self.mixture_by_epoch)
-        self._require(
-            starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on"
-        )
+        self._require(starts[:1] in ([], [0]), "mixture", "weights from epoch 0 on")
 
     def _check_sampler(self) -> None:
         if not self.sampler:
@@ -249,7 +248,6 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             isinstance(named, type) or (isinstance(named, str) and ":" in named),
             "sampler",
-            self.sampler,
             "module:Class, or {name: module:Class, argument: value, …}",
         )
         for name in ("weights", "mixture", "buckets", "epoch_samples"):
@@ -257,7 +255,6 @@ class PlanConfig(Section, prefix="plan."):
             self._require(
                 not value,
                 name,
-                value,
                 "left out with plan.sampler, which chooses the samples itself",
             )
 
@@ -268,7 +265,6 @@ class PlanConfig(Section, prefix="plan."):
             self._require(
                 bool(ok),
                 "skip",
-                self.skip,
                 'steps from 1 on, or ranges of them, such as ["48200..48260", 51007]',
             )
 
@@ -279,17 +275,17 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             ok,
             "buckets",
-            self.buckets,
             "different sizes HEIGHTxWIDTH in pixels, such as 192x256",
         )
         ok = all(height * width <= _MAX_PIXELS for height, width in self.bucket_sides)
-        self._require(
-            ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels"
-        )
+        self._require(ok, "buckets", f"sizes of at most {_MAX_PIXELS} pixels")
         has_buckets = bool(self.buckets) or not self.val_buckets
-        self._require(
-            has_buckets, "val_buckets", self.val_buckets, "false without plan.buckets"
-        )
+        self._require(has_buckets, "val_buckets", "false without plan.buckets")
+
+    @property
+    def window_groups(self) -> int:
+        """Groups in a shuffle window; 0 = by default."""
+        return self.shuffle if isinstance(self.shuffle, int) else 0
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
@@ -335,35 +331,8 @@ class PlanConfig(Section, prefix="plan."):
         return self.micro_batch_size * self.per_step
 
 
-def _ramps(strength: float | tuple[float, ...]) -> tuple[float, ...]:
-    if isinstance(strength, tuple):
-        return strength
-    return (0.0, strength, 0.0)
-
-
-def _check_strength(section: Section, strength: float | tuple[float, ...]) -> None:
-    three = not isinstance(strength, tuple) or len(strength) == 3
-    section._require(three, "strength", strength, "a number, or [RISE, PEAK, FALL]")
-    rise, _, fall = _ramps(strength)
-    section._require(
-        rise + fall <= 1,
-        "strength",
-        strength,
-        "[RISE, PEAK, FALL] with RISE + FALL at most 1",
-    )
-
-
-def _strength_at(strength: float | tuple[float, ...], progress: float) -> float:
-    rise, peak, fall = _ramps(strength)
-    if progress < rise:
-        return peak * progress / rise
-    if progress > 1 - fall:
-        return peak * (1 - progress) / fall
-    return peak
-
-
 @dataclass(frozen=True)
-class TransformConfig(Section, prefix="transform."):
+class TransformConfig(Ramped, prefix="transform."):
     """The CPU transform, which actors apply to each sample; see docs/transforms.md.
 
     Attributes:
@@ -372,23 +341,18 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
-        decode: "cpu": actors decode, and send pixels; "device": actors send encoded images, which the training
+        decode: "cpu": actors decode to uint8 RGB, and send pixels; "array": the same, but PNG, TIFF and .npy keep
+            their dtype and channels (docs/targets.md); "device": actors send encoded images, which the training
             device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
-        decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
-            (docs/targets.md).
         strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
             augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
             crop is a central one.
         apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
             keypoints must then be those of the upright image; off = use the pixels as stored, as torchvision does.
-        mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
-            empty = none.
-        boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
-            with the image; empty = none.
-        boxes_format: "xyxy", corners, or "xywh", a corner, width and height, as COCO has them; empty = "xyxy",
-            except for Hugging Face's structs of lists, which may have either, so that it must be set for them.
-        keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
-            with the image; empty = none.
+        targets: columns of targets that are transformed together with the image, such as `{mask: seg, boxes: b}`:
+            `mask`, a PNG of one channel; `boxes`, `[x0, y0, x1, y1, label]` in pixels; `keypoints`,
+            `[x, y, label]` in pixels. `boxes_xywh` are boxes of a corner, width and height, as COCO has them.
+            Hugging Face's structs of lists may have either, so they must be `boxes_xywh` or `boxes_xyxy`.
         max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
         make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
             tokens of a caption; empty = batches get the columns of the store.
@@ -402,14 +366,10 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
-    decode: Literal["cpu", "device"] = "cpu"
-    decode_as: Literal["rgb", "array"] = "rgb"
+    decode: Literal["cpu", "array", "device"] = "cpu"
     strength: Share | tuple[Share, ...] = 1.0
     apply_exif: bool = False
-    mask_column: str = ""
-    boxes_column: str = ""
-    boxes_format: Literal["", "xyxy", "xywh"] = ""
-    keypoints_column: str = ""
+    targets: dict[str, str] = field(default_factory=dict)
     max_targets: Room = 100
     make_columns: str = ""
     max_bad_fraction: Share = 0.01
@@ -417,35 +377,27 @@ class TransformConfig(Section, prefix="transform."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_strength(self, self.strength)
+        self._check_strength()
         named = not self.make_columns or ":" in self.make_columns
+        self._require(named, "make_columns", "module:function, or empty")
+        known = set(self.targets) <= {*_TARGETS, "boxes_xyxy", "boxes_xywh"}
+        boxes = [name for name in self.targets if name.startswith("boxes")]
         self._require(
-            named, "make_columns", self.make_columns, "module:function, or empty"
+            known and len(boxes) < 2,
+            "targets",
+            "columns by name: mask, boxes (or boxes_xyxy, boxes_xywh), keypoints",
         )
         self._require(
             0 in self.size_by_epoch,
             "size",
-            self.size,
             "one, or {EPOCH: SIZE, …} from epoch 0 on",
         )
-        if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
+        if self.decode == "array":  # arrays are not JPEGs, so they are decoded whole
             self._require(
                 not self.apply_exif,
                 "apply_exif",
-                True,
-                "False with transform.decode_as='array'",
+                "False with transform.decode='array'",
             )
-        if self.decode == "device":
-            self._require(
-                self.decode_as == "rgb",
-                "decode_as",
-                self.decode_as,
-                "'rgb' with transform.decode='device'",
-            )
-
-    def strength_at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1]."""
-        return _strength_at(self.strength, progress)
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -472,18 +424,22 @@ class TransformConfig(Section, prefix="transform."):
 
     @property
     def target_columns(self) -> dict[str, str]:
-        """Store columns of the image's targets, by name: "mask" is that of mask_column; mostly empty."""
+        """Store columns of the image's targets, by name: mask, boxes, keypoints; mostly empty."""
         named = {
-            name: column
-            for name, column in vars(self).items()
-            if name.endswith("_column") and column
+            name.partition("_")[0]: column for name, column in self.targets.items()
         }
-        return {name.removesuffix("_column"): column for name, column in named.items()}
+        return {name: named[name] for name in _TARGETS if name in named}
+
+    @property
+    def boxes_format(self) -> str:
+        """The format of the boxes: xyxy or xywh; empty = xyxy, but for structs of lists."""
+        forms = [name.partition("_")[2] for name in self.targets]
+        return "".join(forms)
 
     @property
     def target_settings(self) -> str:
         """The settings that name `target_columns`, for messages."""
-        return ", ".join(f"transform.{name}_column" for name in self.target_columns)
+        return ", ".join(f"transform.targets.{name}" for name in self.targets)
 
 
 @dataclass(frozen=True)
@@ -510,9 +466,8 @@ class PoolConfig(Section, prefix="pool."):
             another run's start.
         remember: where finished micro-batches that are needed again are kept, such as those of a validation, or
             that other runs need too: "memory", the node's shared memory; "disk", its cache folder, also for later
-            runs; or the path of a folder that several nodes see.
-        remember_bytes: bytes that they may take there; 0 = nothing is kept; "auto" = as much as a tenth of the
-            node's object store, or a tenth of the disk's free space.
+            runs; the path of a folder that several nodes see; or "off". They may take as much as a tenth of the
+            node's object store, or a tenth of the disk's free space; or so many bytes, such as {disk: 4000000000}.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -527,8 +482,7 @@ class PoolConfig(Section, prefix="pool."):
     reader: Literal["auto", "actors", "separate"] = "auto"
     head_start: Annotated[int, Limits(-1, MAX_INT)] = -1
     stall_timeout_s: Seconds = 900.0
-    remember: str = "memory"
-    remember_bytes: Annotated[int, Limits(0, 1 << 50)] | Literal["auto"] = "auto"
+    remember: str | dict[str, Annotated[int, Limits(0, 1 << 50)]] = "memory"
 
     @property
     def kernel_threads(self) -> int:
@@ -539,10 +493,26 @@ class PoolConfig(Section, prefix="pool."):
         super().__post_init__()
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
-        self._require(enough, "max_actors", self.max_actors, expected)
-        is_known = self.remember in ("memory", "disk") or self.remember[:1] == "/"
-        expected = '"memory", "disk", or the whole path of a folder'
-        self._require(is_known, "remember", self.remember, expected)
+        self._require(enough, "max_actors", expected)
+        place = self.remember_in
+        is_known = place in ("off", "memory", "disk") or place[:1] == "/"
+        expected = '"off", "memory", "disk", or the whole path of a folder'
+        self._require(is_known, "remember", f"{expected}, or {{PLACE: BYTES}}")
+
+    @property
+    def remember_in(self) -> str:
+        """The place of `remember`; "off" also with a limit of 0."""
+        if isinstance(self.remember, str):
+            return self.remember
+        places = [place for place, limit in self.remember.items() if limit]
+        return "".join(places) or "off"
+
+    @property
+    def remember_bytes(self) -> int | None:
+        """The limit of `remember`; None = by itself."""
+        if isinstance(self.remember, str):
+            return None
+        return sum(self.remember.values())
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
         """Return the blocks in flight for a pool of any size, those for each actor, and the largest block.
@@ -569,7 +539,7 @@ class PoolConfig(Section, prefix="pool."):
 
 
 @dataclass(frozen=True)
-class AugmentConfig(Section, prefix="augment."):
+class AugmentConfig(Ramped, prefix="augment."):
     """The augmentation of whole micro-batches on the training device. Validation batches are only normalized.
 
     Attributes:
@@ -584,9 +554,8 @@ class AugmentConfig(Section, prefix="augment."):
         mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
-        mix_prob: share of the micro-batches that are mixed, unless mix_probs is set.
-        mix_probs: shares of the micro-batches that MixUp and CutMix get, such as [0.3, 0.5]; the rest is not
-            mixed; empty = by mix_prob.
+        mix_prob: share of the micro-batches that are mixed; or the shares that MixUp and CutMix get, such as
+            [0.3, 0.5].
         differentiable: record the gradients of the augmentation, for adversarial training and trainable modules:
             batches get `pixels` and `augment` (docs/training-loop.md).
         strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
@@ -601,60 +570,59 @@ class AugmentConfig(Section, prefix="augment."):
     module: str | Callable = ""
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
-    mix_prob: Share = 1.0
-    mix_probs: tuple[Share, ...] = ()
+    mix_prob: Share | tuple[Share, ...] = 1.0
     differentiable: bool = False
     strength: Share | tuple[Share, ...] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(bool(self.std), "std", self.std, "a number for each channel")
+        self._require(bool(self.std), "std", "a number for each channel")
         num = f"as many numbers as augment.std, {len(self.std)}, one for each channel"
-        self._require(len(self.mean) == len(self.std), "mean", self.mean, num)
+        self._require(len(self.mean) == len(self.std), "mean", num)
         for entry in self.ops:
             self._require(
                 isinstance(entry.get("op"), str),
                 "ops",
-                entry,
                 "a list of {op: NAME, parameter: value, …}",
             )
         self._check_shares()
-        _check_strength(self, self.strength)
+        self._check_strength()
 
     def _check_shares(self) -> None:
-        shares = self.mix_probs
-        if not shares:
+        shares = self.mix_prob
+        if not isinstance(shares, tuple):
             return
-        ok = len(shares) == 2 and sum(shares) <= 1
         self._require(
-            ok,
-            "mix_probs",
-            shares,
-            "[MIXUP, CUTMIX], two shares that add up to at most 1",
+            len(shares) == 2 and sum(shares) <= 1,
+            "mix_prob",
+            "a share, or [MIXUP, CUTMIX], two shares that add up to at most 1",
         )
         for name, share in zip(("mixup", "cutmix"), shares, strict=True):
             alpha = getattr(self, f"{name}_alpha")
             ok = bool(share) == bool(alpha)
-            expected = f"above 0 where its share in augment.mix_probs is, {share:g}"
-            self._require(ok, f"{name}_alpha", alpha, expected)
+            expected = f"above 0 where its share in augment.mix_prob is, {share:g}"
+            self._require(ok, f"{name}_alpha", expected)
 
     @property
     def mix_shares(self) -> tuple[float, float]:
         """Shares of the micro-batches that MixUp and CutMix get."""
-        if self.mix_probs:
-            return self.mix_probs[0], self.mix_probs[1]
+        if isinstance(self.mix_prob, tuple):
+            return self.mix_prob[0], self.mix_prob[1]
         mixup = self.mixup_alpha > 0
         cutmix = self.cutmix_alpha > 0
         share = self.mix_prob / max(1, mixup + cutmix)
         return share * mixup, share * cutmix
 
-    def strength_at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1]."""
-        return _strength_at(self.strength, progress)
-
 
 Imported = Literal["model", "loss", "metrics", "optimizer", "lr_schedule"]
 """Settings that may name an object of the user's, `module:name`."""
+Named = str | dict[str, Any]
+"""A name; or `{name: NAME, argument: value, …}`."""
+_KNOWN: dict[Imported, list[str]] = {
+    "loss": ["cross_entropy"],
+    "optimizer": ["sgd", "adamw"],
+    "lr_schedule": ["cosine"],
+}
 
 
 @dataclass(frozen=True)
@@ -665,24 +633,23 @@ class TrainConfig(Section, prefix="train."):
         model: "small" (a convolutional net for tiny images), a classification model of torchvision, or a
             `module:function` that makes a model for `num_classes`.
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
-            targets other than classes need one.
+            targets other than classes need one. Also with arguments, such as
+            `{name: cross_entropy, label_smoothing: 0.05}`: 0.1 if left out; validation has none.
         metrics: more metrics of the validation, besides loss and accuracy: `module:name` of a function of outputs,
             targets and weights, or of an object such as one of torchmetrics, see docs/training-loop.md; empty =
             none.
-        optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
+        optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`. Also
+            with arguments, `{name: sgd, momentum: 0.8, weight_decay: 0.0001}`; if left out, momentum is 0.9, and
+            the weight decay, of all parameters but biases and normalization layers, 0.00005.
         lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
-            steps, the number of warm-up steps, and `lr`.
+            steps, the number of warm-up steps, and `lr`. Also with arguments, `{name: cosine, warmup_epochs: 5}`:
+            the epochs in which the rate rises linearly, before it follows a cosine to 0; 1 if left out.
         num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
             target that is a list.
         lr: peak learning rate; 0 = in proportion to the samples of a step: 0.1 for 256 of them with sgd and your
             own optimizers (Goyal et al. 2017), 0.0005 for 512 with adamw (Touvron et al. 2021).
-        momentum: momentum of SGD.
-        weight_decay: weight decay, of all parameters but biases and normalization layers.
-        warmup_epochs: epochs in which the learning rate rises linearly, before it follows a cosine to 0.
-        label_smoothing: label smoothing, in [0, 1).
-        num_workers: W, the training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs.
-        min_workers: elastic training: a run continues with this many workers up to `num_workers`, divisors of M; 0
-            = `num_workers`.
+        num_workers: W, the training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs. Or
+            [MIN, MAX], elastic training: it continues with as many workers as fit, divisors of M; MAX 0 = most.
         use_gpu: train on GPUs; "auto" = if the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each training process; 0 = 1, or less if CPUs are scarce.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 on GPUs, off on CPUs.
@@ -701,27 +668,21 @@ class TrainConfig(Section, prefix="train."):
         checkpoint_interval: steps between checkpoints within an epoch, or a time such as "90s", "10min" or "2h"; 0
             = only at the end of each epoch.
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
-        log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
-            each other at every step.
-        log_digest: write a hash of every micro-batch, as the model gets it, to RUN/digests/, and a root of all
-            hashes at each epoch's end, for `raypipe audit`.
+        log: what else the run's folder gets: "samples", the sample indices of every micro-batch, in samples.jsonl
+            (the ranks then wait for each other at every step); "digest", a hash of every micro-batch, as the model
+            gets it, in digests/, and a root of all hashes at each epoch's end, for `raypipe audit`.
         trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
             Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
     """
 
     model: str = "resnet50"
-    loss: str = "cross_entropy"
+    loss: Named = "cross_entropy"
     metrics: str = ""
-    optimizer: str = "sgd"
-    lr_schedule: str = "cosine"
+    optimizer: Named = "sgd"
+    lr_schedule: Named = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
     lr: Annotated[float, Limits(0, 1e30)] = 0.0
-    momentum: float = 0.9
-    weight_decay: float = 5e-5
-    warmup_epochs: Annotated[float, Limits(0, MAX_INT)] = 1.0
-    label_smoothing: BelowOne = 0.1
-    num_workers: int = 0
-    min_workers: int = 0
+    num_workers: int | tuple[int, ...] = 0
     use_gpu: bool | Literal["auto"] = "auto"
     cpus_per_worker: Annotated[float, Limits(0, 1e6)] = 0.0
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
@@ -734,34 +695,53 @@ class TrainConfig(Section, prefix="train."):
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
-    log_samples: bool = False
-    log_digest: bool = False
+    log: list[Literal["samples", "digest"]] = field(default_factory=list)
     trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, names in {
-            "loss": ["cross_entropy"],
-            "optimizer": ["sgd", "adamw"],
-            "lr_schedule": ["cosine"],
-        }.items():
-            value = getattr(self, name)
+        for setting, names in _KNOWN.items():
+            name = self.named(setting)[0]
             self._require(
-                value in names or ":" in value,
-                name,
-                value,
-                f"module:function or one of {names}",
+                isinstance(name, str) and (name in names or ":" in name),
+                setting,
+                f"module:function or one of {names}, or {{name: …, argument: value, …}}",
             )
+        smoothing = self.label_smoothing
+        check("train.loss: label_smoothing", smoothing, BelowOne)
+        check("train.lr_schedule: warmup_epochs", self.warmup_epochs, Epochs)
         ok = not self.metrics or ":" in self.metrics
-        self._require(ok, "metrics", self.metrics, "module:name, or empty")
+        self._require(ok, "metrics", "module:name, or empty")
+        sizes = self.num_workers
+        ok = not isinstance(sizes, tuple) or (
+            len(sizes) == 2 and sizes[0] <= (sizes[1] or MAX_INT)
+        )
+        self._require(ok, "num_workers", "a whole number, or [MIN, MAX]")
         interval = self.checkpoint_interval
         ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
         self._require(
             ok,
             "checkpoint_interval",
-            interval,
             'a number of steps, or a time such as "10min"',
         )
+
+    def named(self, setting: Imported) -> tuple[str, dict[str, Any]]:
+        """Return the name that a setting has, and its arguments."""
+        value = getattr(self, setting)
+        if isinstance(value, str):
+            return value, {}
+        arguments = dict(value)
+        return arguments.pop("name", ""), arguments
+
+    @property
+    def label_smoothing(self) -> float:
+        """Label smoothing of cross_entropy, in [0, 1)."""
+        return self.named("loss")[1].get("label_smoothing", 0.1)
+
+    @property
+    def warmup_epochs(self) -> float:
+        """Epochs of the learning rate's warm-up."""
+        return self.named("lr_schedule")[1].get("warmup_epochs", 1.0)
 
     def imported(self, setting: Imported) -> Any:
         """Import what a setting names as `module:name`: `imported("loss")`.
@@ -770,8 +750,15 @@ class TrainConfig(Section, prefix="train."):
             ConfigError: it does not exist, or the setting is not one of those.
         """
         check("TrainConfig.imported: setting", setting, Imported)
-        address = getattr(self, setting)
+        address, _ = self.named(setting)
         return import_name(address, f"train.{setting}", trusted=True)
+
+    @property
+    def workers_range(self) -> tuple[int, int]:
+        """The fewest and the most of `num_workers`; 0 = not set."""
+        if isinstance(self.num_workers, tuple):
+            return self.num_workers[0], self.num_workers[-1]
+        return self.num_workers, self.num_workers
 
     @property
     def checkpoint_steps(self) -> int:
@@ -820,7 +807,7 @@ class RunConfig(Section, prefix=""):
 
         The rules are those of Goyal et al. 2017 (arXiv:1706.02677) and Touvron et al. 2021 (arXiv:2012.12877).
         """
-        if self.train.optimizer == "adamw":
+        if self.train.named("optimizer")[0] == "adamw":
             per_sample = 0.0005 / 512
         else:
             per_sample = 0.1 / 256

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from raypipe.errors import ConfigError
-
 
 class Variable(NamedTuple):
     """A variable: its default, as text, and its meaning."""
@@ -75,13 +73,3 @@ def variable(name: str) -> str:
     """Return the value of a variable of the table; empty if it is not set."""
     assert name in VARIABLES, name
     return os.environ.get(name, "")
-
-
-def byte_limit(name: str) -> int | None:
-    """Return a variable that is a number of bytes; None if it is not set; raise ConfigError if it is none."""
-    text = variable(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ConfigError(f"{name} must be a whole number of bytes, got {text!r}")
-    return int(text)

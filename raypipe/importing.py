@@ -148,14 +148,9 @@ def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the code other than steps of known libraries that settings name, by the setting: its address."""
     for setting, value in values.items():
         if not _DATA.fullmatch(setting):
-            for address in sorted(set(names_in(value))):
+            for address in sorted(set(filter(_ADDRESS.fullmatch, texts_in(value)))):
                 if not _is_step(address):
                     yield setting, address
-
-
-def names_in(value: Any) -> Iterator[str]:
-    """Yield the texts in JSON values that `import_name` would import."""
-    return filter(_ADDRESS.fullmatch, texts_in(value))
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -32,6 +32,7 @@ from typing import (
     NamedTuple,
     Self,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -286,11 +287,37 @@ class Section:
             value = check(self._prefix + name, getattr(self, name), kind)
             object.__setattr__(self, name, value)  # the class is frozen
 
-    def _require(self, ok: bool, name: str, value: object, expected: str) -> None:
+    def _require(self, ok: bool, name: str, expected: str) -> None:
         if not ok:
-            raise ConfigError(
-                f"{self._prefix}{name} must be {expected}, got {shown(value)}"
-            )
+            value = shown(getattr(self, name))
+            raise ConfigError(f"{self._prefix}{name} must be {expected}, got {value}")
+
+
+class Ramped(Section, prefix=""):
+    """Section with a strength that follows the run."""
+
+    strength = cast(Any, 1.0)
+
+    @property
+    def _ramp(self) -> tuple[float, ...]:
+        if isinstance(self.strength, tuple):
+            return self.strength
+        return (0.0, self.strength, 0.0)
+
+    def _check_strength(self) -> None:
+        ok = len(self._ramp) == 3
+        self._require(ok, "strength", "a number, or [RISE, PEAK, FALL]")
+        ok = self._ramp[0] + self._ramp[2] <= 1
+        self._require(ok, "strength", "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+
+    def strength_at(self, progress: float) -> float:
+        """Return the strength at a share of the run, in [0, 1]."""
+        rise, peak, fall = self._ramp
+        if progress < rise:
+            return peak * progress / rise
+        if progress > 1 - fall:
+            return peak * (1 - progress) / fall
+        return peak
 
 
 def is_section(kind: Any) -> bool:
@@ -310,7 +337,7 @@ def settings_of(section: type[Section]) -> dict[str, Setting]:
     """Collect the settings of a section and its sections by whole names, such as `augment.strength`."""
     settings: dict[str, Setting] = {}
     default = section()
-    about = described(section)
+    about = texts_of(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
         if is_section(kind):
             settings |= settings_of(kind)
@@ -332,7 +359,7 @@ def build(section: type[Section], values: Mapping[str, Any]) -> Any:
     return section(**by_name)
 
 
-def described(documented: Any) -> dict[str, str]:
+def texts_of(documented: Any) -> dict[str, str]:
     """Parse the docstring of a section or a function: the text of each attribute or argument."""
     entries = re.findall(
         r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE

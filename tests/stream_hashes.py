@@ -161,8 +161,8 @@ def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield "two actors", [*both, "--pool.max_actors=2"]
     yield "two workers", [*both, "--train.num_workers=2"]
     yield "resume", [*both, "--from_step=4"]
-    yield "masks", [stores["targets"], *usual, "--transform.mask_column=mask"]
-    yield "boxes", [stores["targets"], *usual, "--transform.boxes_column=boxes"]
+    yield "masks", [stores["targets"], *usual, "--transform.targets={mask: mask}"]
+    yield "boxes", [stores["targets"], *usual, "--transform.targets={boxes: boxes}"]
 
 
 FED = """

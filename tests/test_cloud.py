@@ -97,7 +97,7 @@ def run_of(folder: str) -> RunConfig:
         f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", EPOCHS, 2
     )
     store = dataclasses.replace(run.store, exclude={"val": f"{folder}/bad.json"})
-    train = dataclasses.replace(run.train, log_samples=True, checkpoint_interval=5)
+    train = dataclasses.replace(run.train, log=["samples"], checkpoint_interval=5)
     return dataclasses.replace(run, name="mine", store=store, train=train)
 
 

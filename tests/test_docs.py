@@ -85,7 +85,7 @@ def test_all_settings_are_settings(tmp_path: Path) -> None:
         assert set(yaml.safe_load(block)) <= set(vars(run))
         for transform in (run.transform.train, run.transform.val):
             check_transform(
-                transform, run.transform.size, run.transform.decode_as == "array"
+                transform, run.transform.size, run.transform.decode == "array"
             )
 
 

@@ -219,7 +219,7 @@ def test_kornia(store: Path) -> None:
 
 def test_kornia_moves_masks_and_boxes(tmp_path: Path) -> None:
     targets = raypipe.TransformConfig(
-        train="none", mask_column="mask", boxes_column="boxes", max_targets=2
+        train="none", targets={"mask": "mask", "boxes": "boxes"}, max_targets=2
     )
     keys = ["input", "mask", "bbox_xyxy"]
     moves = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), data_keys=keys)
@@ -233,7 +233,7 @@ def test_kornia_moves_masks_and_boxes(tmp_path: Path) -> None:
 
 def test_batch_transforms(store: Path) -> None:
     """Erasing, and MixUp and CutMix by their own shares."""
-    shares = {"mixup_alpha": 0.4, "cutmix_alpha": 1, "mix_probs": (0.4, 0.4)}
+    shares = {"mixup_alpha": 0.4, "cutmix_alpha": 1, "mix_prob": (0.4, 0.4)}
     augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], **shares)
     batches = batches_of(spec_of(store), augment=augment)
     kinds = [batch.mix and batch.mix.is_cutmix for batch in batches]

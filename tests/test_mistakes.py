@@ -87,7 +87,7 @@ MISTAKES = {
     ),
     "batch sizes that do not divide": (
         ["--plan.global_batch_size=20"],
-        "such as 16 or 24, got 20",
+        "a multiple of plan.micro_batch_size, 8, got 20",
     ),
     "no such preset": (["--transform.train=lihgt"], "did you mean light?"),
     "no such function": (

@@ -25,7 +25,7 @@ def audit(
 ) -> dict[str, Any]:
     """Check a run's hashes, and make random micro-batches again to compare them.
 
-    A run records them with train.log_digest, your own loop with raypipe.loader(…, log_digest=True). The exit
+    A run records them with train.log "digest", your own loop with raypipe.loader(…, log_digest=True). The exit
     code is 1 if anything is wrong.
 
     Examples:

@@ -7,21 +7,20 @@
     torch          the same stream as torch.utils.benchmark measures `next` on a loader's batches
     costs          CPU time and bytes of an image, by which docs/clusters.md sizes a cluster
 
-The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
-as there are actors, so the stream's rate is the slope of a line through all blocks: the difference of two blocks
-would count up to one clump too much.
+The machine's speed drifts, so the ceiling is measured before and after each stream. Batches come in clumps, in the
+blocks of all actors, so the stream's rate is the slope of a line through all of them: the difference of two would
+count up to one clump too much.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
-_MIN_BLOCKS = 4  # a rate needs three after the first
+_MIN_BATCHES = 4  # a rate needs three after the first
 # Actors beyond those that a rate needs: they start, fail and share their nodes with others.
 _HEADROOM = 0.15
 
@@ -118,9 +117,6 @@ def bench(
 
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench` in a table and in sentences."""
-    if "text" in figures:
-        print(figures["text"])
-        return
     rows = figures | {"transform": brief(figures["transform"])}
     print_table(
         rows.pop("store"),
@@ -303,70 +299,62 @@ def stream_once(
     seconds: float,
     guess: float,
 ) -> Figures:
-    """Run the stream, with a validation after every epoch, through one consumer, for `seconds` and _MIN_BLOCKS.
+    """Run the stream through one consumer, for `seconds`, and then as long as torch's timer takes for half of it.
 
     Args:
         guess: an upper bound of the stream's images/s, roughly, to plan enough epochs.
 
     Returns:
         `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;
-        `micro_batch_bytes`, of the images of one micro-batch, as they travel; and those of `timed_by_torch`.
+        `micro_batch_bytes`, of the images of one micro-batch, as they travel; and `torch_ms_per_batch` and
+        `torch_images_per_s`, of `next` by torch.utils.benchmark. Blocks bring several batches at once, so most
+        calls take no time, and a few all of it: the timer is asked for the mean of one long run.
     """
-    import ray
+    from torch.utils.benchmark import Timer
 
-    from raypipe.rayext.cluster import connect
-    from raypipe.rayext.iteration import rows
-    from raypipe.streaming.opening import open_stream
-    from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.row import batches_of
+    import raypipe
+    from raypipe.streaming.maker import MicroBatchMaker
 
-    # The same transform in both splits, so that every micro-batch costs the same.
-    transform = dataclasses.replace(transform, val=transform.train)
-    epochs = max(3, round(guess * seconds / len(store)))
-    plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     label = "label" if "label" in store.schema.names else ""
-    spec = open_stream(
-        store, store, plan=plan, transform=transform, pool=pool, target_column=label
+    spec = raypipe.open_stream(
+        store,
+        plan=PlanConfig(
+            epochs=max(3, math.ceil(3 * guess * seconds / len(store)) + _MIN_BATCHES),
+            micro_batch_size=micro_batch,
+        ),
+        transform=transform,
+        pool=dataclasses.replace(pool, head_start=0),
+        target_column=label,
     )
     started = time.perf_counter()
-    connect()
-    (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
-    with contextlib.closing(rows(iterator)) as stream:
-        blocks, num_bytes = _received(map(batches_of, stream), seconds)
-    images_per_s = steady(blocks)
-    first_batch_s = blocks[0][0] - started
-    by_torch = timed_by_torch(
-        store, transform, pool, micro_batch, round(images_per_s * seconds / 2)
-    )
-    ray.shutdown()
-    figures = {
+    if pool.engine == "ray":
+        raypipe.connect()
+    arrivals: list[tuple[float, int]] = []
+    with raypipe.loader(
+        spec, max_actors=pool.max_actors or None, device="cpu"
+    ) as loader:
+        batches = (batch for epoch in loader.epochs() for batch in epoch.train)
+        for batch in batches:
+            arrivals.append((time.perf_counter(), len(batch.weight)))
+            is_long = arrivals[-1][0] - arrivals[0][0] > seconds
+            if is_long and len(arrivals) >= _MIN_BATCHES:
+                break
+        images_per_s = steady(arrivals)
+        calls = max(_MIN_BATCHES, round(images_per_s * seconds / 2 / micro_batch))
+        taken = Timer("next(batches)", globals={"batches": batches}).timeit(calls)
+        batches.close()
+    if pool.engine == "ray":
+        import ray
+
+        ray.shutdown()  # the ceiling needs its CPUs
+    place = next(spec.plan.micro_batches(spec.plan.start()))
+    return {
         "images_per_s": images_per_s,
-        "first_batch_s": first_batch_s,
-        "micro_batch_bytes": num_bytes,
+        "first_batch_s": arrivals[0][0] - started,
+        "micro_batch_bytes": _image_bytes(MicroBatchMaker(spec).batch(place)),
+        "torch_ms_per_batch": taken.mean * 1000,
+        "torch_images_per_s": micro_batch / taken.mean,
     }
-    return figures | by_torch
-
-
-def _received(
-    stream: Iterator[Iterable[MicroBatch]], seconds: float
-) -> tuple[list[tuple[float, int]], int]:
-    """Receive blocks for `seconds`, and _MIN_BLOCKS at least.
-
-    Returns:
-        arrival and number of images of each block; and the bytes of the images of a micro-batch, as they travel.
-    """
-    blocks: list[tuple[float, int]] = []
-    num_bytes = 0
-    for block in stream:
-        arrived = time.perf_counter()
-        batches = list(block)
-        num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
-        blocks.append((arrived, num_images))
-        num_bytes = _image_bytes(batches[0])
-        if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
-            break
-        del block, batches
-    return blocks, num_bytes
 
 
 def _image_bytes(batch: MicroBatch) -> int:
@@ -381,57 +369,13 @@ def _image_bytes(batch: MicroBatch) -> int:
     return sum(array.nbytes for array in images_in(arrays).values())
 
 
-def timed_by_torch(
-    store: Store,
-    transform: TransformConfig,
-    pool: PoolConfig,
-    micro_batch: int,
-    num_images: int,
-) -> Figures:
-    """Measure `next` on the training batches of a loader by torch.utils.benchmark.
-
-    Blocks bring several batches at once, so most calls take no time, and a few all of it: it is asked for the mean
-    of one long run, not for the median of short ones.
-
-    Args:
-        num_images: how many to measure.
-
-    Returns:
-        `torch_ms_per_batch` and `torch_images_per_s`.
-    """
-    from torch.utils.benchmark import Timer
-
-    import raypipe
-
-    calls = max(_MIN_BLOCKS, num_images // micro_batch)
-    warm_up = calls // 3 + 1  # actors start, and blocks grow
-    own_warm_up = max(calls // 100, 2)  # the timer's
-    epochs = math.ceil((warm_up + own_warm_up + calls) / (len(store) // micro_batch))
-    label = "label" if "label" in store.schema.names else ""
-    plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
-    spec = raypipe.open_stream(
-        store, plan=plan, transform=transform, pool=pool, target_column=label
-    )
-    stream = raypipe.loader(spec, max_actors=pool.max_actors or None, device="cpu")
-    batches = (batch for epoch in stream.epochs() for batch in epoch.train)
-    for _ in range(warm_up):
-        next(batches)
-    taken = Timer("next(batches)", globals={"batches": batches}).timeit(calls)
-    batches.close()
-    stream.close()
-    return {
-        "torch_ms_per_batch": taken.mean * 1000,
-        "torch_images_per_s": micro_batch / taken.mean,
-    }
-
-
-def steady(blocks: Sequence[tuple[float, int]]) -> float:
-    """The steady rate of a stream, images/s, by the arrival and the number of images of each block."""
-    # The first blocks come while actors still start, and a buffer fills: leave out a sixth.
-    kept = blocks[max(1, len(blocks) // 6) :]
-    if len(blocks) < _MIN_BLOCKS:
+def steady(batches: Sequence[tuple[float, int]]) -> float:
+    """The steady rate of a stream, images/s, by the arrival and the number of images of each batch."""
+    # The first ones come while actors still start, and a buffer fills: leave out a sixth.
+    kept = batches[max(1, len(batches) // 6) :]
+    if len(batches) < _MIN_BATCHES:
         raise ConfigError(
-            f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds"
+            f"the stream brought {len(batches)} batches, too few for a rate: raise --seconds"
         )
     arrivals, num_images = np.array(kept).T
     return float(np.polyfit(arrivals - arrivals[0], num_images.cumsum(), 1)[0])

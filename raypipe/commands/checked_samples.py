@@ -74,12 +74,7 @@ def check_samples(
     targets = targets or {}
     of_run = of_run or NO_COLUMNS
     maker = ColumnMaker(of_run) if of_run else None
-    columns = {
-        "image": "image",
-        **({"label": "label"} if "label" in store.schema.names else {}),
-        **targets,
-    }
-    columns |= {f"column {name}": name for name in of_run.stored}
+    columns = _columns_of(store, targets, of_run)
     for few in np.split(indices, range(_READ, len(indices), _READ)):
         read = {name: read_each(store, few, column) for name, column in columns.items()}
         for position, index in enumerate(few.tolist()):
@@ -112,6 +107,16 @@ def check_samples(
                 reason,
                 0 if reason else _largest(image),
             )
+
+
+def _columns_of(
+    store: Store, targets: Mapping[str, str], of_run: SampleColumns
+) -> dict[str, str]:
+    """Return the columns to read, by the names of what they are."""
+    columns = {"image": "image"}
+    if "label" in store.schema.names:
+        columns["label"] = "label"
+    return columns | dict(targets) | {f"column {name}": name for name in of_run.stored}
 
 
 def _decoded_size(

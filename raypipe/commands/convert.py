@@ -156,8 +156,7 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
-    from raypipe.commands.copies import CopySettings, write_shard
-    from raypipe.commands.tasks import count_cpus, run_tasks
+    from raypipe.commands.copies import CopySettings
     from raypipe.rayext.cluster import connect
 
     dst = str(dst)
@@ -182,25 +181,35 @@ def convert(
         settings = replace(settings, source=samples.name, dst=folder)
         settings = _with_classes(settings, samples.classes)
         connect()
-        is_here = samples.are_here or not is_remote(folder)
-        num_cpus = count_cpus("the copy", is_here)
-        shards_of_rows = samples.rows(settings, shards, num_cpus)
-        calls = (
-            (rows, first, number, settings)
-            for number, (first, rows) in enumerate(shards_of_rows)
-        )
-        reports = run_tasks(
-            "the copy",
-            is_here,
-            write_shard,
-            calls,
-            samples.num_samples,
-            num_cpus,
-            retries=0 if samples.are_here else _RETRIES,
-        )
+        reports = _written(samples, settings, shards)
         if is_remote(dst) and not is_remote(folder):
             reports = _uploaded(reports, Path(folder), dst)
         return _counted(reports, settings, finished)
+
+
+def _written(
+    samples: StoreSamples | OrderedSamples, settings: CopySettings, shards: int
+) -> Iterator[Report]:
+    """Return an iterator of the reports of the tasks, each of which writes a shard."""
+    from raypipe.commands.copies import write_shard
+    from raypipe.commands.tasks import count_cpus, run_tasks
+
+    is_here = samples.are_here or not is_remote(settings.dst)
+    num_cpus = count_cpus("the copy", is_here)
+    shards_of_rows = samples.rows(settings, shards, num_cpus)
+    calls = (
+        (rows, first, number, settings)
+        for number, (first, rows) in enumerate(shards_of_rows)
+    )
+    return run_tasks(
+        "the copy",
+        is_here,
+        write_shard,
+        calls,
+        samples.num_samples,
+        num_cpus,
+        retries=0 if samples.are_here else _RETRIES,
+    )
 
 
 def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Report]:

@@ -49,7 +49,7 @@ def digest(
     from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)
-    workers = run.train.num_workers or 1
+    workers = run.train.workers_range[1] or 1
     spec.plan.check_workers(workers)
     total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total

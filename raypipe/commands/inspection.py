@@ -73,7 +73,7 @@ def describe(
     if deep:
         notes["16_bits"] = (
             f"{len(deep)} of the sampled images have 16 bits, largest value {max(deep)}, and a run gets the "
-            "highest 8 bits: set transform.decode_as: array"
+            "highest 8 bits: set transform.decode: array"
         )
     return {
         "store": store.address,

@@ -21,7 +21,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import without_credentials
 from raypipe.mistakes import DID_YOU_MEAN, did_you_mean
 from raypipe.printing import PrintableOutput, printable
-from raypipe.section import Setting, described, expected, settings_of
+from raypipe.section import Setting, expected, settings_of, texts_of
 
 _PLACES = {
     "target": "the training store; empty = store.train",
@@ -72,7 +72,7 @@ class Parser:
             (doc or inspect.getdoc(command) or "").partition("\n\nArgs:")[0].strip()
         )
         kinds = get_type_hints(command, include_extras=True)
-        about = _PLACES | described(command)
+        about = _PLACES | texts_of(command)
         self.places: dict[str, Setting] = {}
         self.options: dict[str, Setting] = {}
         for key, parameter in inspect.signature(command).parameters.items():

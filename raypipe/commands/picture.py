@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from raypipe.errors import ConfigError
 from raypipe.printing import printable
 
 _TILE = 160
@@ -46,91 +47,67 @@ class Tile:
     targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-class _Canvas:
-    """A white picture with a grid of columns and a pen.
+class _Page:
+    """A white picture, and what writes and draws on it."""
 
-    Args:
-        num_columns: columns of tiles.
-        above: pixels over the first row.
-        num_rows: rows of tiles.
-    """
-
-    def __init__(self, num_columns: int, above: int, num_rows: int) -> None:
+    def __init__(self, width: int, height: int) -> None:
         from PIL import Image, ImageDraw, ImageFont
 
-        self._font = ImageFont.load_default_imagefont()
-        size = (_width(num_columns) + 2 * _MARGIN, above + num_rows * _ROW)
-        self.image = Image.new("RGB", size, "white")
+        self.image = Image.new("RGB", (width, height), "white")
         self._pen = ImageDraw.Draw(self.image)
+        self._font = ImageFont.load_default_imagefont()
 
-    def write(self, column: int, y: int, lines: list[str]) -> None:
-        """Write lines at the left of a column."""
+    def write(self, x: int, y: int, lines: list[str]) -> None:
         for number, line in enumerate(lines):
-            start = (_left(column), y + number * _LINE)
-            self._pen.text(start, line, "black", self._font)
+            self._pen.text((x, y + number * _LINE), line, "black", self._font)
 
-    def put(self, column: int, y: int, tile: Tile) -> None:
+    def put(self, x: int, y: int, tile: Tile) -> None:
         """Draw a tile, in the middle of its square, with its caption below."""
-        x = _left(column)
         self._pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
         if tile.image is not None:
             image = _drawn(tile.image, tile.targets)
             corner = (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2)
             self.image.paste(image, corner)
-        self.write(column, y + 8, wrapped(tile.reason, _TILE, 8))
+        self.write(x, y + 8, wrapped(tile.reason, _TILE, 8))
         caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
-        self.write(column, y + _TILE + 4, caption[:3])
+        self.write(x, y + _TILE + 4, caption[:3])
 
 
-def draw_grid(
-    rows: list[list[Tile]], title: str, headers: list[str], names: list[str]
+def draw_tiles(
+    rows: Sequence[Sequence[Tile]],
+    title: str,
+    names: Sequence[str],
+    headers: Mapping[int, str] | None = None,
 ) -> Any:
-    """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
-    num_columns = 1 + len(names) * len(headers)
-    heading = wrapped(title, _width(num_columns), 8)
-    above = _MARGIN + _LINE * len(heading) + 44
-    canvas = _Canvas(num_columns, above, len(rows))
-    canvas.write(0, _MARGIN, heading)
-    header_width = max(2, len(names)) * _TILE
-    for number, header in enumerate(headers):
-        column = 1 + number * len(names)
-        canvas.write(column, above - 36, wrapped(header, header_width, 1))
-    for column, name in enumerate(["decoded", *names * len(headers)]):
-        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
+    """Draw rows of tiles into a PIL.Image, under a title, headers by their columns, and the columns' names."""
+    width = len(names) * (_TILE + _GUTTER) - _GUTTER
+    headers = headers or {}
+    heading = wrapped(title, width, 8)
+    above = _MARGIN + _LINE * len(heading) + (44 if headers else 26)
+    page = _Page(width + 2 * _MARGIN, above + len(rows) * _ROW)
+    page.write(_MARGIN, _MARGIN, heading)
+    for column, header in headers.items():
+        columns = max(2, (len(names) - 1) // len(headers))
+        page.write(_left(column), above - 36, wrapped(header, columns * _TILE, 1))
+    for column, name in enumerate(names):
+        page.write(_left(column), above - 18, wrapped(name, _TILE, 1))
     for number, row in enumerate(rows):
         for column, tile in enumerate(row):
-            canvas.put(column, above + number * _ROW, tile)
-    return canvas.image
+            page.put(_left(column), above + number * _ROW, tile)
+    return page.image
 
 
-def draw_sheet(
-    groups: list[list[Tile]], title: str, names: list[str], per_line: int
-) -> Any:
-    """Draw groups of equally many tiles side by side into a PIL.Image, under a title and the tiles' names."""
-    per_line = max(1, min(per_line, len(groups)))
-    num_columns = per_line * len(names)
-    heading = wrapped(title, _width(num_columns), 8)
-    above = _MARGIN + _LINE * len(heading) + 26
-    canvas = _Canvas(num_columns, above, -(-len(groups) // per_line))
-    canvas.write(0, _MARGIN, heading)
-    for column in range(num_columns):
-        name = names[column % len(names)]
-        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
-    for number, group in enumerate(groups):
-        line, place = divmod(number, per_line)
-        for column, tile in enumerate(group):
-            canvas.put(place * len(names) + column, above + line * _ROW, tile)
-    return canvas.image
+def save_picture(picture: Any, output: str) -> None:
+    """Write a picture; raise ConfigError if its file cannot be written."""
+    try:
+        picture.save(output, optimize=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error}") from error
 
 
 def _left(column: int) -> int:
     """Return where a column begins, in pixels."""
     return _MARGIN + column * (_TILE + _GUTTER)
-
-
-def _width(num_columns: int) -> int:
-    """Return the width of the columns, in pixels, without margins."""
-    return num_columns * (_TILE + _GUTTER) - _GUTTER
 
 
 def _drawn(pixels: np.ndarray, targets: Mapping[str, np.ndarray]) -> Any:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe.commands.picture import draw_grid
+from raypipe.commands.picture import draw_tiles, save_picture
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
+from raypipe.stores.base import Store
 from raypipe.transform.transform_steps import brief
 
 if TYPE_CHECKING:
@@ -98,35 +99,40 @@ def preview(
     """
     from raypipe.commands.preview_tiles import Preview
 
-    target = Path(output)
-    if target.suffix.lower() != ".png" or not target.parent.is_dir():
+    if output[-4:].lower() != ".png" or not Path(output).parent.is_dir():
         raise ConfigError(
             f"--output must be a .png file in an existing folder, got {output}"
         )
     store = spec.stores["train"]
-    outside = [index for index in indices or () if not 0 <= index < len(store)]
-    if outside:
-        raise ConfigError(
-            f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
-        )
+    _check_indices(indices or [], store)
     augment = augment or AugmentConfig()
     shown = Preview(spec, augment)
-    indices = indices or _first_of(shown.plan, min(samples, len(store)))
-    run_epochs = spec.plan.config.epochs
-    epochs = min(epochs, run_epochs)
+    indices = indices or _first_of(spec.plan, min(samples, len(store)))
+    config = spec.plan.config
+    epochs = min(epochs, config.epochs)
     if not 0 < (num := len(indices) * (1 + epochs)) <= _MAX_PICTURES:
         raise ConfigError(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
-    numbers = np.linspace(0, run_epochs - 1, epochs).round().astype(int).tolist()
-    headers = [_header(spec, augment, shown.plan, epoch) for epoch in numbers]
+    numbers = np.linspace(0, config.epochs - 1, epochs).round().astype(int).tolist()
     rows, names = shown.tiles(indices, numbers)
-    picture = draw_grid(rows, _title(spec, augment), headers, names)
-    try:
-        picture.save(target, optimize=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from error
+    headers = {
+        1 + number * len(names): _header(spec, augment, epoch)
+        for number, epoch in enumerate(numbers)
+    }
+    columns = ["decoded", *names * len(numbers)]
+    picture = draw_tiles(rows, _title(spec, augment), columns, headers)
+    save_picture(picture, output)
     return {"output": output, "samples": len(indices), "epochs": epochs}
+
+
+def _check_indices(indices: list[int], store: Store) -> None:
+    """Raise ConfigError if a store lacks one of the samples."""
+    outside = [index for index in indices if not 0 <= index < len(store)]
+    if outside:
+        raise ConfigError(
+            f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
+        )
 
 
 def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
@@ -137,8 +143,9 @@ def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
     return f"{name}: {on_cpu}, {size_px} px; on the device: {_on_device(augment)}"
 
 
-def _header(spec: StreamSpec, augment: AugmentConfig, plan: Plan, epoch: int) -> str:
+def _header(spec: StreamSpec, augment: AugmentConfig, epoch: int) -> str:
     """Return the header of an epoch: its number, the seed, and the strengths at its begin."""
+    plan = spec.plan
     begin = plan.global_step(plan.cursor(epoch, 0))
     progress = plan.progress(begin)
     strength = augment.strength_at(progress)

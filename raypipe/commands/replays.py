@@ -170,18 +170,20 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
                 groups += tiles
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
-    from raypipe.commands.picture import draw_sheet
+    from raypipe.commands.picture import draw_tiles, save_picture
 
     titles = [
         f"step {replay.run.step_of(place)}, {place}"
         for place in (places[0], places[-1])
     ]
     title = f"{replay.run.address}: {' to '.join(dict.fromkeys(titles))}"
-    picture = draw_sheet(groups, title, names, max(1, _TILES_A_LINE // len(names)))
-    try:
-        picture.save(output, optimize=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from error
+    per_line = max(1, min(_TILES_A_LINE // len(names), len(groups)))
+    rows = [
+        [tile for group in groups[first : first + per_line] for tile in group]
+        for first in range(0, len(groups), per_line)
+    ]
+    picture = draw_tiles(rows, title, names * per_line)
+    save_picture(picture, output)
     return {"output": output, "pictured": len(groups)}
 
 

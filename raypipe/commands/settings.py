@@ -93,6 +93,18 @@ def _flat(
     return settings
 
 
+# A wrong tag or an endless number raises other types than YAMLError.
+_NOT_YAML = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    yaml.YAMLError,
+)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's with the numbers and words of its version 1.2: 1e-3 is a number, `off` and a date are words."""
 
@@ -142,8 +154,7 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
     """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
-    except Exception as error:
-        # a wrong tag or an endless number raises other types than YAMLError
+    except _NOT_YAML as error:
         raise ConfigError(
             f"{where} is not YAML: {' '.join(str(error).split())}"
         ) from error
@@ -156,7 +167,7 @@ def _from_text(text: str, kind: Any) -> Any:
     """Read an argument as a setting of a type: as YAML, or as plain text if only that fits."""
     value = text
     if kind is not str:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*_NOT_YAML):
             value = yaml.load(text, _Loader)
     return value if fits(value, kind) or not fits(text, kind) else text
 

@@ -52,19 +52,7 @@ def run_tasks(
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
     """
-    strategy: Any = "SPREAD"
-    if here:
-        own_node = ray.get_runtime_context().get_node_id()
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            own_node, soft=False
-        )
-    options = {
-        "num_cpus": 1,
-        "max_retries": retries,
-        "scheduling_strategy": strategy,
-        "num_returns": "streaming",
-    }
-    task = ray.remote(**options)(_while_wanted)
+    task = _task(here, retries)
     pending: list[Any] = []
     has_begun = False
     calls = iter(calls)
@@ -80,8 +68,8 @@ def run_tasks(
             # Other nodes do not have the file, so a task there works to its end.
             path = Path(marker.name if here else "/")
             while True:
-                has_room = not num_most or len(pending) < num_most
-                arguments = next(calls, None) if has_room else None
+                is_full = 0 < num_most <= len(pending)
+                arguments = None if is_full else next(calls, None)
                 if arguments is not None:
                     pending.append(task.remote(path, function, *arguments))
                 elif not pending:
@@ -111,6 +99,22 @@ def run_tasks(
         if pending and has_begun:
             ends = [stream.completed() for stream in pending]
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
+
+
+def _task(here: bool, retries: int) -> Any:
+    """Return `_while_wanted` as a task of Ray; for arguments see `run_tasks`."""
+    strategy: Any = "SPREAD"
+    if here:
+        own_node = ray.get_runtime_context().get_node_id()
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            own_node, soft=False
+        )
+    return ray.remote(
+        num_cpus=1,
+        max_retries=retries,
+        scheduling_strategy=strategy,
+        num_returns="streaming",
+    )(_while_wanted)
 
 
 def count_cpus(work: str, here: bool) -> int:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import secrets
+import threading
+from importlib import import_module
 from typing import Any
 
-from raypipe.commands.short_run import ShortRun, check_has_settings
+import pyarrow as pa
+
 from raypipe.config import Positive, RunConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.chrome_trace import TRACE_FILE
+from raypipe.metrics.records import RECORDS
 from raypipe.storage.files import check_place, read_whole, write_text
-from raypipe.storage.filesystem import as_uri, exists, join_address
+from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
+from raypipe.streaming.stop_file import request_stop
+
+_LOOK_S = 1.0  # between two looks for the trace, which in a bucket are requests
 
 
 def trace(
@@ -38,14 +47,11 @@ def trace(
         seconds: how long to trace, from the first micro-batch on.
     """
     check_place(output)
-    check_has_settings(target, "trace it with raypipe.loader(spec, trace='trace.json')")
+    check_has_settings(target)
     found = _trace_of(target)
     if found is None:
         train = dataclasses.replace(run.train, trace_s=seconds)
-        traced = dataclasses.replace(run, train=train)
-        short = ShortRun(traced, "trace", seconds + 1)
-        with short.done():
-            found = _trace_of(short.uri)
+        found = _traced(dataclasses.replace(run, train=train))
     if found is None:
         raise ConfigError(f"{output} cannot be made: the run wrote no trace")
     write_text(output, found.decode())
@@ -64,3 +70,44 @@ def _trace_of(folder: str) -> bytes | None:
     if not (folder and exists(join_address(as_uri(folder), TRACE_FILE))):
         return None
     return read_whole(join_address(as_uri(folder), TRACE_FILE))
+
+
+def _traced(run: RunConfig) -> bytes | None:
+    """Train in a new folder until the trace is there, and remove the folder; it stays if the run fails."""
+    run = dataclasses.replace(run, name=f"trace-{secrets.token_hex(4)}", resume="")
+    uri = join_address(as_uri(run.storage_path), run.name)
+    ended = threading.Event()
+
+    def stop_in_time() -> None:
+        while not ended.wait(_LOOK_S):
+            with contextlib.suppress(RaypipeError, pa.ArrowException, OSError):
+                if exists(join_address(uri, TRACE_FILE)):
+                    request_stop(uri)
+                    return
+
+    stopping = threading.Thread(
+        target=stop_in_time, name="raypipe-trace-stop", daemon=True
+    )
+    stopping.start()
+    try:
+        # no other command but `train` needs the whole program
+        import_module("raypipe.launch.run").launch(run, folder_stays=False)
+    finally:
+        ended.set()
+        stopping.join()
+    found = _trace_of(uri)
+    filesystem, path = open_filesystem(uri)
+    filesystem.delete_dir(path)
+    return found
+
+
+def check_has_settings(target: str) -> None:
+    """Raise ConfigError for the folder of an own loop, whose code is not there; a target may be a store too."""
+    if not target:
+        return
+    has_records = exists(join_address(as_uri(target), RECORDS))
+    if has_records and not exists(join_address(as_uri(target), "config.yaml")):
+        raise ConfigError(
+            f"{target} is the folder of an own loop, whose code is not in it: trace it with "
+            "raypipe.loader(spec, trace='trace.json')"
+        )

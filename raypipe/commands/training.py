@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 from raypipe.config import RunConfig
-from raypipe.launch.model_names import check_model
 from raypipe.logs import configure_logs
 from raypipe.progress import phase
 from raypipe.storage.filesystem import is_remote
@@ -28,9 +27,6 @@ def train(run: RunConfig) -> dict[str, Any]:
     Args:
         run: With --name NAME --resume auto the same command starts a run and continues it.
     """
-    if ":" not in run.train.model:
-        # before the seconds that Ray and torch take to load
-        check_model(run.train.model, len(run.augment.mean))
     configure_logs(run.log_format)
     _check_paths(run)
     phase(logger, "loading Ray and torch")

@@ -4,7 +4,7 @@
 
 A module that ends with a `Normalize` has done that step (`raypipe.device.modules`).
 
-Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
+Arrays (`transform.decode: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
 largest of their dtype, floats are as they are. Operations of color need three channels.
 
 Each crop of a view is augmented by itself, with its own seed and without mixing.

@@ -58,7 +58,7 @@ def check_steps(
         _check_images(module)
     if sum(map(mixes_labels, steps)) > 1:
         raise ConfigError(
-            "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mix_probs"
+            "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mix_prob"
         )
     for step in steps:
         if mixes_labels(step):
@@ -136,12 +136,12 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
     if kornia_class(operation, "RandomMosaic") and has_label and "boxes" not in targets:
         raise ConfigError(
             "augment.module: RandomMosaic makes an image of several, which have several targets: it needs boxes "
-            "(transform.boxes_column, and 'bbox_xyxy' in data_keys), or a stream without a target "
+            "(transform.targets.boxes, and 'bbox_xyxy' in data_keys), or a stream without a target "
             "(target_column=None)"
         )
     if kornia_class(operation, "RandomTransplantation") and "mask" not in targets:
         raise ConfigError(
-            "augment.module: RandomTransplantation needs a mask: set transform.mask_column, and put it into "
+            "augment.module: RandomTransplantation needs a mask: set transform.targets.mask, and put it into "
             "K.AugmentationSequential(…, data_keys=['input', 'mask'])"
         )
 
@@ -166,7 +166,7 @@ def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> 
 
 def _setting_of(target: str) -> str:
     """Return the setting that names the column of a target."""
-    return "store.target_column" if target == LABEL else f"transform.{target}_column"
+    return "store.target_column" if target == LABEL else f"transform.targets.{target}"
 
 
 def _all_keys(targets: Collection[str]) -> list[str]:

@@ -100,7 +100,7 @@ class Batch(Unlike, instead=_INSTEAD):
     def image(self) -> torch.Tensor:
         """uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
 
-        With views, the first crop of the first one, in the same memory. With `transform.decode_as: array`, (B,
+        With views, the first crop of the first one, in the same memory. With `transform.decode: array`, (B,
         C, H, W) in the arrays' dtype until it is augmented.
         """
         if IMAGE in self.fields:

@@ -106,7 +106,7 @@ class AuditedRecord:
         self._files = recorded_files(self._folder)
         if not self._files:
             raise ConfigError(
-                f"{run.address} has no hashes: a run records them with train.log_digest=true, your own loop "
+                f"{run.address} has no hashes: a run records them with train.log=[digest], your own loop "
                 "with raypipe.loader(…, log_digest=True)"
             )
         self._starts_of = functools.cache(self._find_starts)

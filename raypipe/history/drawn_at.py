@@ -178,7 +178,7 @@ class History:
         """The plan's draws of samples, and the recorded ones of bad samples that they have replaced."""
         plan = self._run.plan
         draws = defaultdict[int, list[SampleDraw]](list)
-        for index, place in plan.places_of_all(indices, split):
+        for index, place in plan.places_of(indices, split):
             bad = self._bad.get(place.micro_batch, {}).get(index)
             draws[index].append(self._draw(place, bad))
         for at, of_place in self._bad.items():

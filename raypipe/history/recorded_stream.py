@@ -163,7 +163,7 @@ class RecordedStream:
         arguments = self.record.arguments
         config: PlanConfig = self._restored("plan", arguments.get("plan"))
         parts = self.record.parts("train")
-        has_windows = config.shuffle in ("auto", "window")
+        has_windows = config.shuffle not in ("global", "off")
         needed = {
             "plan.weights": bool(config.weights),
             "plan.buckets": bool(config.buckets),

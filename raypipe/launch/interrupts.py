@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
+
+from raypipe.errors import RaypipeError
 from raypipe.progress import print_progress
 from raypipe.storage.retries import allow_retries, stop_retries
 
@@ -81,8 +84,7 @@ class Interrupts:
     def give_up(self, reason: str) -> None:
         """End the run from any thread, as a second signal does, with an error."""
         self._reason = reason
-        if not self._ended.is_set():
-            self._abort()
+        self._abort()
 
     @property
     def reason(self) -> str:
@@ -90,6 +92,8 @@ class Interrupts:
         return self._reason
 
     def _abort(self) -> None:
+        if self._ended.is_set():
+            return
         self._asked_at = self._asked_at or -math.inf
         os.kill(os.getpid(), signal.SIGINT)  # acts as a second signal
 
@@ -111,37 +115,27 @@ class Interrupts:
             self._ask()
 
     def _ask(self) -> None:
-        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code. Another one
-        # counts the time, since storage may not answer at all.
-        answered = threading.Event()
+        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code. A timer
+        # counts, since storage may not answer at all.
+        grace = threading.Timer(self._grace_s, self._abort)
+        grace.daemon = True
+        grace.start()
         self._asking = threading.Thread(
-            target=self._ask_until, args=(answered,), daemon=True, name="raypipe-stop"
+            target=self._ask_until, args=(grace,), daemon=True, name="raypipe-stop"
         )
         self._asking.start()
-        waits = threading.Thread(
-            target=self._wait_for, args=(answered,), daemon=True, name="raypipe-grace"
-        )
-        waits.start()
 
-    def _ask_until(self, answered: threading.Event) -> None:
+    def _ask_until(self, grace: threading.Timer) -> None:
         assert self._request
         try:
             self._request()
             while not (self._is_answered() or self._ended.wait(0.2)):
                 pass
-            answered.set()
-        except Exception as error:
+        except (RaypipeError, pa.ArrowException, OSError) as error:
             logger.warning("cannot ask the run to end: %s", error)
-
-    def _wait_for(self, answered: threading.Event) -> None:
-        asking = self._asking
-        deadline = time.monotonic() + self._grace_s
-        assert asking
-        while time.monotonic() < deadline and asking.is_alive():
-            if self._ended.wait(0.1):
-                return
-        if not (answered.is_set() or self._ended.is_set()):
             self._abort()
+        finally:
+            grace.cancel()
 
     def _interrupted(self, signum: int, frame: Any) -> None:
         now = time.monotonic()

@@ -134,22 +134,21 @@ def _train(
             logger,
             f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
         )
+        is_shown = gets_worker_logs() and run.log_format == "text"
+        relays = begin_progress() and is_shown
         loop = {
             "run": run,
             "spec": spec,
             "num_classes": num_classes,
             "max_actors": allocation.max_actors,
-        }
-        loop |= {
             "run_uri": run_uri,
             "lease": lease,
             "start": start,
             "phases": phases(),
+            "relays": relays,
         }
-        is_shown = gets_worker_logs() and run.log_format == "text"
-        relays = begin_progress() and is_shown
         try:
-            result = _fit(loop | {"relays": relays}, allocation, interrupts)
+            result = _fit(loop, allocation, interrupts)
             if relays:
                 await_progress()
             if result["stopped"] and folder_stays:
@@ -302,7 +301,8 @@ def _withdraw_stop(run_uri: str) -> None:
     """Remove the stop request, after any end of a run: it must not stop a resume."""
     try:
         remove_stop(run_uri)
-    except Exception as error:  # must not hide the run's result or error
+    except (RaypipeError, pa.ArrowException, OSError) as error:
+        # it must not hide the run's result or error
         logger.warning(
             "cannot remove the request to stop: %s: %s", type(error).__name__, error
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 import torch
+from torch import nn
 
 from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
-from raypipe.launch.model_names import check_model
+from raypipe.mistakes import did_you_mean
 from raypipe.streaming.saving.checkpoints import Checkpoint
 from raypipe.streaming.saving.stateful import loaded
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import NO_VIEWS, Learner
-from raypipe.train.models import build_metric
+from raypipe.train.models import build_loss, build_metric, build_optimizer
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
@@ -23,11 +25,34 @@ def check_code(config: TrainConfig, channels: int) -> None:
     """Raise ConfigError if a setting names a model or a function that does not exist."""
     names: tuple[Imported, ...] = ("model", "loss", "optimizer", "lr_schedule")
     for name in names:
-        if ":" in (address := getattr(config, name)):
+        if ":" in config.named(name)[0]:
             config.imported(name)
-        elif name == "model":
-            check_model(address, channels)
+    if ":" not in config.model:
+        check_model(config.model, channels)
+    if ":" not in config.named("optimizer")[0]:
+        build_optimizer(nn.Linear(1, 1), config)
+    if ":" not in config.named("loss")[0]:
+        build_loss(config)
     build_metric(config)
+
+
+def check_model(name: str, channels: int) -> None:
+    """Raise ConfigError if a name is not 'small' or a torchvision model, or the model cannot take the channels."""
+    if name == "small":
+        return
+    import torchvision
+
+    names = ["small", *torchvision.models.list_models(torchvision.models)]
+    if name.lower() not in names:
+        raise ConfigError(
+            f"train.model={name!r} is neither 'small' nor a torchvision classification model nor module:function"
+            + did_you_mean(get_close_matches(name, names))
+        )
+    if channels != 3:
+        raise ConfigError(
+            f"train.model={name!r} needs three channels, but augment.mean has {channels}: use 'small' or a "
+            "module:function"
+        )
 
 
 def check_continues(run: RunConfig, num_classes: int, start: Checkpoint) -> None:
@@ -97,7 +122,7 @@ def _num_outputs(run: RunConfig, target: ColumnType) -> int:
             f"targets are {target}: set train.num_classes, the number of the model's outputs"
         )
     # Floats may be probabilities of the classes.
-    if run.train.loss == "cross_entropy" and not (
+    if run.train.named("loss")[0] == "cross_entropy" and not (
         target.dtype.startswith("float") and target.shape == (num,)
     ):
         raise ConfigError(

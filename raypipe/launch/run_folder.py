@@ -5,8 +5,8 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
                        see `raypipe.metrics.records`, and `raypipe.streaming.run_log`, which writes them
 RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
-RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
-RUN/digests/           with train.log_digest: hashes of each rank's micro-batches, and a root for each epoch, see
+RUN/samples.jsonl      with train.log "samples": the samples of each micro-batch
+RUN/digests/           with train.log "digest": hashes of each rank's micro-batches, and a root for each epoch, see
                        `raypipe.streaming.record.digest_log`
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress

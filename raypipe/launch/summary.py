@@ -76,7 +76,7 @@ def summarize(
         f"({plan.num_train} train, {plan.num_val} val"
         f"{f'; {num_excluded} excluded' if num_excluded else ''})\n"
         f"trainers   {trainers}\n"
-        f"optimizer  {run.train.optimizer} with a peak learning rate of {run.peak_lr:.3g}"
+        f"optimizer  {run.train.named('optimizer')[0]} with a peak learning rate of {run.peak_lr:.3g}"
         f"{'' if run.train.lr else ' (train.lr=0: by the samples of a step)'}\n"
         f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.fs
 
 from raypipe.errors import StoreError
-from raypipe.metrics.records import Folder, write_file
+from raypipe.metrics.records import RunFolder, write_file
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input, read_whole
 from raypipe.storage.filesystem import join_address, open_filesystem
@@ -19,7 +19,7 @@ from raypipe.storage.filesystem import join_address, open_filesystem
 FLAGS = "flags"
 
 
-def write_flag(folder: Folder, place: MicroBatchId, flag: dict[str, Any]) -> None:
+def write_flag(folder: RunFolder, place: MicroBatchId, flag: dict[str, Any]) -> None:
     """Add a flag to those of a micro-batch; the same reason again replaces the earlier one.
 
     Args:

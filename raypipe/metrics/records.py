@@ -41,7 +41,7 @@ _START_LINE = re.compile(rb'^\{"kind": "start".*', re.MULTILINE)
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
-Folder = tuple[pyarrow.fs.FileSystem, str]
+RunFolder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
@@ -92,7 +92,7 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
     return record["step"] <= start["step"]
 
 
-def write_file(folder: Folder, name: str, text: str) -> None:
+def write_file(folder: RunFolder, name: str, text: str) -> None:
     """Write a file of a run's folder, or replace an old one; atomically on disks."""
     filesystem, path = folder
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
@@ -201,7 +201,7 @@ class RecordWriter:
 
     def __init__(
         self,
-        run: str | Folder,
+        run: str | RunFolder,
         global_step: int,
         workers: int = 1,
         validates: bool = False,

@@ -295,6 +295,92 @@ class Situation:
         return "GPU" if self.device == "cuda" else "trainer"
 
 
+_SPEED = (
+    "{images_per_s:,.0f} images/s; the time of a {name} is {wait:.0%} wait, {augment:.0%} augment, "
+    "{compute:.0%} compute"
+)
+_SAVING = ", {checkpoint:.0%} checkpoint"
+_USED = "; it executes kernels for {used:.0%} of it"
+_SHORT = "After its first batch the run took {step_s:.0f} s, too short to say what limits it."
+_CHECKPOINTS = "Checkpoints hold up the run for {checkpoint:.0%} of its time: {cheaper_checkpoints}."
+_AUGMENTATION = (
+    "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the CPU "
+    "transform."
+)
+_MODEL = "The model limits the run: the stream keeps up."
+_LAUNCHES = (
+    "The host limits the run, not the model: the {name} had finished its work before {drained:.0%} of the "
+    "micro-batches were asked for. "
+)
+_GAPS = (
+    "Neither the input nor the speed of the {name} limits the run: {wait:.0%} of its time goes by waiting for "
+    "data, and it executes kernels for {used:.0%}. Its kernels are too short for the host to launch in time, or "
+    "the model waits for the host. "
+)
+_FEWER_LAUNCHES = (
+    "Let nothing in the loop wait for the {name} (loss.item(), print of a tensor); then {lighter}give each launch "
+    "more to do (a larger plan.micro_batch_size), or launch less ({compiled}, or a step captured as a CUDA graph, "
+    "docs/performance.md)."
+)
+_POOL = "{enough} {actor_noun} would be enough, {share}; {pool}."
+_WAITING = "{cause}, {wait:.0%} of the {name}'s time goes by waiting: {advice}."
+# What limits a run that waits for its input, and what to do about it.
+_INPUT = {
+    "outages": (
+        "Outages of object storage limit the run, with {outage:.0%} of {reading_time}",
+        "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)",
+    ),
+    "copy": (
+        "The copy to the device limits the run",
+        "send fewer bytes (a smaller transform.size), or have fewer ranks per host",
+    ),
+    "decoding": (
+        "Decoding on the {name} limits the run",
+        "convert the store with --short-side, or set transform.decode=cpu in a new run",
+    ),
+    "no actors": (
+        "The {name} makes its micro-batches itself, which limits the run",
+        "set pool.engine=ray, so that actors make them, or raise pool.max_actors",
+    ),
+    "reader": (
+        "Reading the store limits the run: its reader reads for {reads:.0%} of the time",
+        "convert the store to LMDB, which the actors read, or keep it on a local disk",
+    ),
+    "object store": (
+        "The object store is full, and Ray has written {spilled_gb:.1f} GB to disk: blocks are finished in time, "
+        "and come back late",
+        "give the nodes more of it (ray start --object-store-memory), or lower pool.max_in_flight",
+    ),
+    "network": (
+        "The network to the trainers limits the run: a finished block lay ready for {ready:.0%} of the time",
+        "send fewer bytes (transform.decode=device, a smaller transform.size), run actors on the trainers' own "
+        "nodes, or give these a faster link",
+    ),
+    "blocks": (
+        "The stream brings micro-batches late although its actors could make them in time",
+        "raise pool.max_in_flight",
+    ),
+    "reading": (
+        "Reading the store limits the run, with {read:.0%} of an actor's time",
+        "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors",
+    ),
+    "transform": (
+        "Decoding and transforming on CPUs limits the run",
+        "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, or choose a "
+        "lighter transform",
+    ),
+}
+# Settings that a loop of one's own lacks.
+_OF_RUN = {
+    "cheaper_checkpoints": "choose a faster storage_path, or make them less often (train.checkpoint_interval)",
+    "compiled": "train.compile=true",
+}
+_OF_LOOP = {
+    "cheaper_checkpoints": "write them to faster storage, or call loader.report less often",
+    "compiled": "torch.compile",
+}
+
+
 def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     """Say what limits the run, how many actors would be enough, and what to change. Pure.
 
@@ -306,188 +392,117 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
-    speed = _about_speed(times, situation)
+    values = _values(times, situation)
+    is_slow = times.checkpoint_fraction > _CHECKPOINTS_ARE_NOTHING
+    speed = _SPEED + (_SAVING if times.checkpoint_s else "")
+    if situation.gpu_utilization is not None:
+        speed += _USED
     if times.step_s < _SETTLED_S:
-        return [
-            speed,
-            f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it.",
+        sentences = [_SHORT]
+    else:
+        sentences = [
+            _CHECKPOINTS if is_slow else "",
+            _limit(times, situation),
+            _POOL if times.busy_s else "",
         ]
-    if times.busy_s:
-        needed = times.work_s / times.busy_s * _HEADROOM * situation.world_size
-    else:
-        needed = math.nan
-    sentences = (
-        speed,
-        _about_checkpoints(times, situation),
-        _about_limit(times, needed, situation),
-        _about_pool(times, needed, situation),
-    )
-    return [sentence for sentence in sentences if sentence]
+    if sentences[1:2] == [_WAITING]:
+        cause, advice = _INPUT[_limit_of_input(times, situation)]
+        values |= {"cause": cause.format(**values), "advice": advice}
+    return [text.format(**values) for text in (f"{speed}.", *sentences) if text]
 
 
-def _about_speed(times: StageTimes, situation: Situation) -> str:
-    images = times.images * situation.world_size
-    seconds = {
-        "wait": times.wait_s,
-        "augment": times.augment_s,
-        "compute": times.compute_s,
+def _values(times: StageTimes, situation: Situation) -> dict[str, Any]:
+    """Return the values that the sentences name."""
+    of_stages = {
+        stage: getattr(times, f"{stage}_s") / times.step_s
+        for stage in ("wait", "augment", "compute", "checkpoint")
     }
-    if times.checkpoint_s:
-        seconds["checkpoint"] = times.checkpoint_s
-    parts = ", ".join(f"{s / times.step_s:.0%} {stage}" for stage, s in seconds.items())
-    if situation.gpu_utilization is None:
-        busy = ""
-    else:
-        busy = f"; it executes kernels for {situation.gpu_utilization:.0%} of it"
-    return f"{images / times.step_s:,.0f} images/s; the time of a {situation.name} is {parts}{busy}."
+    name = situation.name
+    world_size = situation.world_size
+    share = f"for this {name}"
+    needed = _needed(times, situation)
+    enough = max(1, math.ceil(needed)) if math.isfinite(needed) else 0
+    if world_size > 1:
+        share = f"{needed / world_size:.1f} per {name}"
+    pool = f"the pool has up to {situation.actors}"
+    if not situation.actors:
+        pool = "there are none (pool.engine=inline)"
+    elif enough < situation.actors and times.wait_fraction <= _WAIT_IS_NOTHING:
+        pool += " (the pool may shrink)"
+    return {
+        **of_stages,
+        **(_OF_RUN if situation.is_run else _OF_LOOP),
+        "name": name,
+        "images_per_s": times.images * world_size / times.step_s,
+        "step_s": times.step_s,
+        "used": situation.gpu_utilization,
+        "drained": times.drained_fraction,
+        "lighter": "choose a lighter augment.preset, " * _is_augmenting(times),
+        "enough": enough,
+        "actor_noun": "CPU actor" if enough == 1 else "CPU actors",
+        "share": share,
+        "pool": pool,
+        "outage": times.outage_s / (_source_s(times, situation) or 1.0),
+        "reading_time": "the reading time" if situation.readers else "an actor's time",
+        "reads": min(1.0, _reads(times, situation)),
+        "spilled_gb": situation.spilled_bytes / 1e9,
+        "ready": situation.ready,
+        "read": times.read_s / (times.work_s or 1.0),
+    }
 
 
-def _about_checkpoints(times: StageTimes, situation: Situation) -> str:
-    """Say what makes checkpoints cheaper; empty if they are cheap."""
-    if times.checkpoint_fraction <= _CHECKPOINTS_ARE_NOTHING:
-        return ""
-    if situation.is_run:
-        remedy = "choose a faster storage_path, or make them less often (train.checkpoint_interval)"
-    else:
-        remedy = "write them to faster storage, or call loader.report less often"
-    return f"Checkpoints hold up the run for {times.checkpoint_fraction:.0%} of its time: {remedy}."
+def _needed(times: StageTimes, situation: Situation) -> float:
+    """Return the number of actors that would be enough; NaN if it is not known."""
+    if not times.busy_s:
+        return math.nan
+    return times.work_s / times.busy_s * _HEADROOM * situation.world_size
 
 
-def _about_limit(times: StageTimes, needed: float, situation: Situation) -> str:
-    """Name the stage that limits the run; empty if checkpoints do, which have their own sentence.
+def _is_augmenting(times: StageTimes) -> bool:
+    return times.augment_s > times.compute_s
 
-    Args:
-        needed: number of actors that would be enough; NaN if it is not known.
-    """
+
+def _source_s(times: StageTimes, situation: Situation) -> float:
+    """Return the time of what reads the store."""
+    return times.read_s if situation.readers else times.work_s
+
+
+def _reads(times: StageTimes, situation: Situation) -> float:
+    """Return the share of the time for which each reader reads; 0 = the actors read."""
+    if not situation.readers:
+        return 0.0
+    return times.read_s * situation.world_size / times.step_s / situation.readers
+
+
+def _limit(times: StageTimes, situation: Situation) -> str:
+    """Return the sentence on the stage that limits the run; empty if checkpoints do, which have their own."""
     used = situation.gpu_utilization
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        return _about_input(times, needed, situation)
+        return _WAITING
     if times.drained_fraction > _DRAINED_IS_BEHIND:
-        return _about_launches(times, situation)
+        return _LAUNCHES + _FEWER_LAUNCHES
     if used is not None and used < _UTILIZATION_IS_LOW - times.checkpoint_fraction:
-        return _about_gaps(times, situation, used)
+        return _GAPS + _FEWER_LAUNCHES
     if times.checkpoint_s > max(times.augment_s, times.compute_s):
         return ""
-    if times.augment_s > times.compute_s:
-        return (
-            "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
-            "CPU transform."
-        )
-    return "The model limits the run: the stream keeps up."
+    return _AUGMENTATION if _is_augmenting(times) else _MODEL
 
 
-def _about_pool(times: StageTimes, needed: float, situation: Situation) -> str:
-    """Say how many actors would be enough; empty if that is not known."""
-    if not math.isfinite(needed):
-        return ""
-    if situation.world_size > 1:
-        share = f"{needed / situation.world_size:.1f} per {situation.name}"
-    else:
-        share = f"for this {situation.name}"
-    enough = max(1, math.ceil(needed))
-    actors = situation.actors
-    if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING:
-        spare = " (the pool may shrink)"
-    else:
-        spare = ""
-    noun = "CPU actor" if enough == 1 else "CPU actors"
-    if actors:
-        pool = f"the pool has up to {actors}{spare}"
-    else:
-        pool = "there are none (pool.engine=inline)"
-    return f"{enough} {noun} would be enough, {share}; {pool}."
-
-
-def _about_launches(times: StageTimes, situation: Situation) -> str:
-    """A micro-batch of the device's work takes the host longer to launch than the device to do."""
-    return (
-        f"The host limits the run, not the model: the {situation.name} had finished its work before "
-        f"{times.drained_fraction:.0%} of the micro-batches were asked for. {_fewer_launches(times, situation)}"
-    )
-
-
-def _about_gaps(times: StageTimes, situation: Situation, used: float) -> str:
-    """Micro-batches are there, and the device has gaps between its kernels within each of them."""
-    return (
-        f"Neither the input nor the speed of the {situation.name} limits the run: {times.wait_fraction:.0%} of "
-        f"its time goes by waiting for data, and it executes kernels for {used:.0%}. Its kernels are too short "
-        f"for the host to launch in time, or the model waits for the host. {_fewer_launches(times, situation)}"
-    )
-
-
-def _fewer_launches(times: StageTimes, situation: Situation) -> str:
-    name = situation.name
-    if times.augment_s > times.compute_s:
-        lighter = "choose a lighter augment.preset, "
-    else:
-        lighter = ""
-    if situation.is_run:
-        compiled = "train.compile=true"
-    else:
-        compiled = "torch.compile"
-    return (
-        f"Let nothing in the loop wait for the {name} (loss.item(), print of a tensor); then {lighter}give each "
-        f"launch more to do (a larger plan.micro_batch_size), or launch less ({compiled}, or a step captured as a "
-        "CUDA graph, docs/performance.md)."
-    )
-
-
-def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
-    """A rank waits for micro-batches; `needed` is the number of actors that would be enough."""
-    name = situation.name
-    actors = situation.actors
-    readers = situation.readers
-    # the share of the time for which each reader reads; 0 = the actors read
-    reading = 0.0
-    if readers:
-        reading = times.read_s * situation.world_size / times.step_s / readers
-    source_s = times.read_s if readers else times.work_s
-    if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
-        share = times.outage_s / source_s
-        whole = "the reading time" if readers else "an actor's time"
-        cause = f"Outages of object storage limit the run, with {share:.0%} of {whole}"
-        advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
-    elif times.transfer_s > times.busy_s:
-        cause = "The copy to the device limits the run"
-        advice = (
-            "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
-        )
-    elif times.decode_s > times.busy_s:
-        cause = f"Decoding on the {name} limits the run"
-        advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
-    elif not actors:
-        cause = f"The {name} makes its micro-batches itself, which limits the run"
-        advice = (
-            "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
-        )
-    elif reading > _READS_ALWAYS:
-        cause = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
-        advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"
-    elif situation.ready > _READY_IS_MADE and situation.spilled_bytes:
-        cause = (
-            f"The object store is full, and Ray has written {situation.spilled_bytes / 1e9:.1f} GB to disk: "
-            "blocks are finished in time, and come back late"
-        )
-        advice = "give the nodes more of it (ray start --object-store-memory), or lower pool.max_in_flight"
-    elif situation.ready > _READY_IS_MADE:
-        cause = (
-            "The network to the trainers limits the run: a finished block lay ready for "
-            f"{situation.ready:.0%} of the time"
-        )
-        advice = (
-            "send fewer bytes (transform.decode=device, a smaller transform.size), run actors on the trainers' "
-            "own nodes, or give these a faster link"
-        )
-    elif times.work_s and needed <= actors:
-        cause = "The stream brings micro-batches late although its actors could make them in time"
-        advice = "raise pool.max_in_flight"
-    elif not reading and times.read_s > 0.5 * times.work_s:
-        cause = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
-        advice = "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors"
-    else:
-        cause = "Decoding and transforming on CPUs limits the run"
-        advice = (
-            "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, or "
-            "choose a lighter transform"
-        )
-    return f"{cause}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."
+def _limit_of_input(times: StageTimes, situation: Situation) -> str:
+    """Return which of `_INPUT` a rank waits for."""
+    source_s = _source_s(times, situation)
+    is_ready = situation.ready > _READY_IS_MADE
+    reads = _reads(times, situation)
+    causes = {
+        "outages": source_s and times.outage_s > _OUTAGES_LIMIT * source_s,
+        "copy": times.transfer_s > times.busy_s,
+        "decoding": times.decode_s > times.busy_s,
+        "no actors": not situation.actors,
+        "reader": reads > _READS_ALWAYS,
+        "object store": is_ready and situation.spilled_bytes,
+        "network": is_ready,
+        "blocks": times.work_s and _needed(times, situation) <= situation.actors,
+        "reading": not reads and times.read_s > 0.5 * times.work_s,
+        "transform": True,
+    }
+    return next(name for name, limits in causes.items() if limits)

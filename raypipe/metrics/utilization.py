@@ -7,36 +7,17 @@ not count (a part of one, by MIG), there is no utilization, and all that shows i
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class UtilizationSum:
-    """UtilizationSum of a stretch of time, which add up by `+`.
-
-    Attributes:
-        total: sum of the shares, each in [0, 1].
-        number: count of the samples.
-    """
-
-    total: float = 0.0
-    number: int = 0
-
-    def __add__(self, addend: UtilizationSum) -> UtilizationSum:
-        return UtilizationSum(self.total + addend.total, self.number + addend.number)
-
-    def __sub__(self, addend: UtilizationSum) -> UtilizationSum:
-        return UtilizationSum(self.total - addend.total, self.number - addend.number)
-
-    @property
-    def mean(self) -> float | None:
-        """None = there are no samples."""
-        return self.total / self.number if self.number else None
+def mean_share(samples: np.ndarray) -> float | None:
+    """Return the mean of samples by their sum and their number, float (2,); None = there are none."""
+    total, number = samples.tolist()
+    return total / number if number else None
 
 
 class Utilization:
@@ -44,13 +25,13 @@ class Utilization:
 
     Attributes:
         latest: the last sample, in [0, 1]; None = there is none.
+        samples: the sum of all samples so far, and their number: float (2,).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_known = device.type == "cuda"
-        self._lock = threading.Lock()
-        self._samples = UtilizationSum()
+        self.samples = np.zeros(2)
         self.latest: float | None = None
 
     def sample(self) -> float | None:
@@ -69,13 +50,6 @@ class Utilization:
                 error,
             )
             return None
-        with self._lock:
-            self._samples += UtilizationSum(share, 1)
-            self.latest = share
+        self.samples = np.add(self.samples, (share, 1))
+        self.latest = share
         return share
-
-    @property
-    def samples(self) -> UtilizationSum:
-        """Sum up all samples so far."""
-        with self._lock:
-            return self._samples

@@ -299,7 +299,7 @@ def _shuffle(
 ) -> tuple[ShuffleKind, np.ndarray | None]:
     """Return the kind of shuffle of a source and, for windows, its groups' offsets in samples."""
     kind = config.shuffle
-    if kind == "auto":
+    if isinstance(kind, int) or kind == "auto":
         kind = "global" if source.groups is None else "window"
     if kind != "window":
         return kind, None

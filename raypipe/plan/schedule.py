@@ -312,19 +312,12 @@ class Plan:
         """Raise CursorError unless the cursor is a place of this plan."""
         done = self.global_step(cursor)
         expected = self._fingerprint_before(done)
-        if cursor.fingerprint != expected and expected != self.order_fingerprint:
-            raise CursorError(
-                f"the checkpoint was made after step {done} under plan {cursor.fingerprint}, and this run, which "
-                f"skips the steps {self.skipped.within(0, done)} before that, has plan {expected}: plan.skip may "
-                "change only for steps after the checkpoint, and other settings of the order not at all. Restore "
-                "them, resume from an earlier checkpoint, or start a new run"
-            )
         if cursor.fingerprint != expected:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{expected}: the training store, its excluded samples, seed, micro_batch_size, "
-                "global_batch_size, shuffle, sampler, skip or another setting of the order differs. Restore it, "
-                "or start a new run"
+                "global_batch_size, shuffle, sampler or another setting of the order differs, or plan.skip before "
+                f"the checkpoint's step {done}. Restore it, resume from an earlier checkpoint, or start a new run"
             )
         if not (
             0 <= cursor.epoch <= self.config.epochs
@@ -485,12 +478,6 @@ class Plan:
         )
 
     def places_of(
-        self, index: int, split: Split = "train", epochs: Iterable[int] | None = None
-    ) -> Iterator[SamplePlace]:
-        """Yield where the run draws a sample, in the order of the run; see `places_of_all`."""
-        return (place for _, place in self.places_of_all([index], split, epochs))
-
-    def places_of_all(
         self,
         samples: Sequence[int],
         split: Split = "train",

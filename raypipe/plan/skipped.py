@@ -55,13 +55,5 @@ class Skipped:
             step += end - start
         return step
 
-    def __str__(self) -> str:
-        """Write it as `plan.skip` has it, which counts steps from 1."""
-        texts = [
-            f"{first + 1}..{end}" if end - first > 1 else str(end)
-            for first, end in self.ranges
-        ]
-        return ", ".join(texts)
-
 
 NOTHING = Skipped()

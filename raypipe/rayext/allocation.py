@@ -98,7 +98,7 @@ def allocate(
 
     Raises:
         ResourceError: a resource is missing; the message names it, and the setting to change.
-        ConfigError: W does not divide M, or train.min_workers exceeds W.
+        ConfigError: W does not divide M.
     """
     if train:
         workers, needed_workers, gpu = _trainers(offer, train, per_step)
@@ -111,7 +111,7 @@ def allocate(
     needed = needed_workers * per_worker + pool.least_actors * pool.cpus_per_actor
     if needed > offer.cpus:
         if train:
-            settings = f"{_num_setting(train)}, train.cpus_per_worker"
+            settings = "train.num_workers, train.cpus_per_worker"
         else:
             settings = ""
         raise _too_few_cpus(offer.cpus, needed_workers, per_worker, pool, settings)
@@ -122,7 +122,7 @@ def allocate(
         needs = f"the trainers need {needed_workers} GPUs"
         raise _held(needs, offer.free_gpus, offer.gpus, "GPU")
     min_workers = needed_workers if needed_workers < workers else 0
-    if gpu and not (train and train.num_workers):
+    if gpu and not (train and train.workers_range[1]):
         idle_gpus = max(0, int(offer.free_gpus) - workers)
     else:
         idle_gpus = 0
@@ -167,16 +167,12 @@ def _trainers(
     """Return W, the fewest workers that a run may start with, and whether each has a GPU."""
     gpu = train.use_gpu is True or (train.use_gpu == "auto" and offer.gpus >= 1)
     most_workers = largest_divisor(per_step, max(1, int(offer.gpus)))
-    workers = train.num_workers or (most_workers if gpu else 1)
-    needed_workers = train.min_workers or workers
-    if needed_workers > workers:
-        raise ConfigError(
-            f"train.min_workers={train.min_workers} exceeds the {workers} workers of the run: "
-            "set train.num_workers"
-        )
+    fewest, most = train.workers_range
+    workers = most or (most_workers if gpu else 1)
+    needed_workers = min(fewest, workers) or workers
     if gpu and offer.gpus < needed_workers:
         if offer.gpus >= 1:
-            fewer = f"set {_num_setting(train)}={most_workers}, or "
+            fewer = f"set train.num_workers={most_workers}, or "
         else:
             fewer = ""
         raise ResourceError(
@@ -189,13 +185,6 @@ def _trainers(
             "(plan.global_batch_size / plan.micro_batch_size): all ranks must get the same number"
         )
     return workers, needed_workers, gpu
-
-
-def _num_setting(train: TrainConfig) -> str:
-    """Return the setting of the fewest trainers that a run needs."""
-    if train.min_workers:
-        return "train.min_workers"
-    return "train.num_workers"
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, look_up, open_object, short_hash
+from raypipe.storage.files import RemoteFile, open_unchanged, short_hash
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads, report_progress
 
@@ -78,8 +78,7 @@ class ByteRanges:
         Raises:
             StoreError: the object has changed since the store was opened, or cannot be read.
         """
-        with open_object(self.address) as (source, current):
-            self.file.check_same(current)
+        with open_unchanged(self.file) as source:
 
             def copy(request: tuple[int, int, int]) -> None:
                 offset, start, size = request
@@ -92,8 +91,6 @@ class ByteRanges:
                 report_progress()
 
             in_threads(copy, self._requests())
-        # never mix byte ranges of two versions of an object
-        self.file.check_same(look_up(self.address))
 
     def _requests(self) -> Iterator[tuple[int, int, int]]:
         """Yield the requests that fetch the ranges: offset in the local file, start in the object, and size."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from io import BufferedRandom
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, hash_of, look_up, open_object
+from raypipe.storage.files import RemoteFile, hash_of, open_unchanged
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import Threads, report_progress
@@ -55,8 +55,7 @@ def download(file: RemoteFile, target: BufferedRandom) -> None:
 def _read_remote(file: RemoteFile, start: int) -> Iterator[bytes]:
     """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
     window = _NUM_AHEAD * PART_BYTES
-    with open_object(file.address) as (source, current), Threads(_NUM_AHEAD) as pool:
-        file.check_same(current)
+    with open_unchanged(file) as source, Threads(_NUM_AHEAD) as pool:
         for first in range(start, file.num_bytes, window):
             starts = range(first, min(first + window, file.num_bytes), PART_BYTES)
             sizes = [min(PART_BYTES, file.num_bytes - offset) for offset in starts]
@@ -67,5 +66,3 @@ def _read_remote(file: RemoteFile, start: int) -> Iterator[bytes]:
                     raise OSError("the object became shorter during the download")
                 yield data
                 report_progress()
-    # never mix byte ranges of two versions of an object
-    file.check_same(look_up(file.address))

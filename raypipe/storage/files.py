@@ -211,6 +211,18 @@ def look_up(address: str) -> RemoteFile:
 
 
 @contextlib.contextmanager
+def open_unchanged(file: RemoteFile) -> Iterator[pa.NativeFile]:
+    """Context manager: an object, open for ranged reads; raises StoreError if it is another one, or becomes one.
+
+    So nobody mixes byte ranges of two versions of an object.
+    """
+    with open_object(file.address) as (source, current):
+        file.check_same(current)
+        yield source
+    file.check_same(look_up(file.address))
+
+
+@contextlib.contextmanager
 def open_object(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
     """Context manager: open an object for ranged reads, with its identity; its errors become StoreError."""
     with errors_as(StoreError, f"{address} cannot be read"):

@@ -21,6 +21,7 @@ the unlinked file, and closes it within half a second if idle.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -31,7 +32,6 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raypipe.environment import byte_limit
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
 from raypipe.storage.download import download, read_pieces
@@ -41,6 +41,7 @@ from raypipe.storage.local_file import (
     locked,
     make_cache_folder,
 )
+from raypipe.storage.read_limit import byte_limit
 from raypipe.storage.retries import report_progress
 from raypipe.storage.room import Room, TooLargeError
 from raypipe.storage.unpack import unpack_pieces
@@ -86,36 +87,21 @@ class Unpacked(NamedTuple):
 CacheEntry = RemoteFile | ByteRanges | Unpacked
 
 
-class _OpenEntry(Generic[_T]):
-    """An open file of the cache.
+class _OpenEntry(NamedTuple, Generic[_T]):
+    """An open file of the cache: the object that the opener returned, the file's inode, and its path."""
 
-    Attributes:
-        content: the object that the opener returned.
-        inode: the file's.
-        path: its path.
-        touched_s: `time.monotonic()` when the time of the last use was written.
-    """
-
-    __slots__ = ("content", "inode", "path", "touched_s")
-
-    def __init__(self, content: _T, inode: int, path: Path) -> None:
-        self.content = content
-        self.inode = inode
-        self.path = path
-        self.touched_s = -_TOUCH_S
+    content: _T
+    inode: int
+    path: Path
 
 
 def shared_cache() -> LocalCache:
     """Return this process's view of the node's cache, as configured by the environment."""
-    settings = tuple(map(os.environ.get, _SETTINGS))
-    cache = _caches.get(settings)
-    if cache is None:
-        # another thread may be faster
-        cache = _caches.setdefault(settings, _make_cache())
-    return cache
+    return _cache_of(tuple(map(os.environ.get, _SETTINGS)))
 
 
-def _make_cache() -> LocalCache:
+@functools.cache
+def _cache_of(settings: tuple[str | None, ...]) -> LocalCache:
     limit_bytes = byte_limit("RAYPIPE_CACHE_BYTES") or 0
     try:
         folder = make_cache_folder("shards")
@@ -194,20 +180,16 @@ class LocalCache:
             self.close_evicted()
 
     def _kept(self, file: CacheEntry, entry: _OpenEntry[_T]) -> _T:
-        now_s = time.monotonic()
         with self._mutex:
             # another thread may have been faster
             entry = self._open.setdefault(file, entry)
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-            is_touched = now_s - entry.touched_s < _TOUCH_S
-            if not is_touched:
-                entry.touched_s = now_s
-        if not is_touched:
-            with contextlib.suppress(OSError):  # a user may have emptied the cache
-                modified_ns = entry.path.stat().st_mtime_ns
-                os.utime(entry.path, ns=(time.time_ns(), modified_ns))
+        with contextlib.suppress(OSError):  # a user may have emptied the cache
+            status = entry.path.stat()
+            if time.time() - status.st_atime >= _TOUCH_S:
+                os.utime(entry.path, ns=(time.time_ns(), status.st_mtime_ns))
         return entry.content
 
     def _opened(
@@ -313,7 +295,5 @@ def _inode(path: Path) -> int:
         return 0
 
 
-# values of _SETTINGS → cache
-_caches: dict[tuple[str | None, ...], LocalCache] = {}
 # A forked child lacks the thread that closes evicted shards, so it makes its own `LocalCache`.
-os.register_at_fork(after_in_child=_caches.clear)
+os.register_at_fork(after_in_child=_cache_of.cache_clear)

@@ -109,13 +109,22 @@ def open_lock(path: Path) -> int:
         ) from error
 
 
-def try_lock(descriptor: int) -> bool:
-    """Try to take an exclusive lock without waiting; return whether it was free."""
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Try to take a lock without waiting; return whether it was free."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def wait_for_lock(
+    descriptor: int, kind: int = fcntl.LOCK_EX, poll_s: float = _POLL_S
+) -> None:
+    """Take a lock, once its holder has released it or died."""
+    while not try_lock(descriptor, kind):
+        report_progress()
+        time.sleep(poll_s)
 
 
 @contextlib.contextmanager
@@ -127,9 +136,7 @@ def locked(path: Path, poll_s: float = _POLL_S) -> Iterator[None]:
     """
     descriptor = open_lock(path)
     try:
-        while not try_lock(descriptor):
-            report_progress()
-            time.sleep(poll_s)
+        wait_for_lock(descriptor, poll_s=poll_s)
         yield
     finally:
         os.close(descriptor)

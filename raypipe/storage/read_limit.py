@@ -1,4 +1,4 @@
-"""The one limit on the memory of a read, for any size that the file declares.
+"""Limits of bytes: of the memory of a read, for any size that the file declares, and those that variables set.
 
 A file of a few bytes can declare, or unpack to, gigabytes. A reader calls `check_read` with the size of what it is
 about to read at once, before it allocates memory: a row group, a record, a shard, a chunk.
@@ -6,8 +6,8 @@ about to read at once, before it allocates memory: a row group, a record, a shar
 
 from __future__ import annotations
 
-from raypipe.environment import byte_limit
-from raypipe.errors import StoreError
+from raypipe.environment import variable
+from raypipe.errors import ConfigError, StoreError
 
 DEFAULT_BYTES = 1 << 29
 """The limit unless RAYPIPE_READ_BYTES is set. Images hardly compress, so a read may also take `GROWTH` times its
@@ -44,3 +44,13 @@ def read_limit(stored_bytes: int = 0) -> int:
     limit = byte_limit(_VARIABLE)
     least = DEFAULT_BYTES if limit is None else limit
     return max(least, min(GROWTH * stored_bytes, MOST_GROWN_BYTES))
+
+
+def byte_limit(name: str) -> int | None:
+    """Return a variable that is a number of bytes; None if it is not set; raise ConfigError if it is none."""
+    text = variable(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{name} must be a whole number of bytes, got {text!r}")
+    return int(text)

@@ -74,26 +74,24 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
             upload(str(file), filesystem, f"{path}/{file.name}")
         return
 
-    def copy(target_path: str) -> None:
-        with (
-            root.open("rb") as source,
-            filesystem.open_output_stream(target_path, compression=None) as target,
-        ):
-            shutil.copyfileobj(source, target, _CHUNK_BYTES)
-
-    _whole(filesystem, path, copy)
+    with root.open("rb") as source:
+        _write(filesystem, path, source)
 
 
-def _whole(
-    inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]
-) -> None:
+def _write(inner: pyarrow.fs.FileSystem, path: str, source: Any) -> None:
     """Write a file that appears only when it is complete, as objects do: elsewhere under another name first."""
-    if not isinstance(inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem):
-        write(path)
+    are_objects = not isinstance(
+        inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem
+    )
+    unfinished = path
+    if not are_objects:
+        unfinished = f"{path}.{uuid.uuid4().hex}.part"
+        inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
+    # .gz would be compressed
+    with inner.open_output_stream(unfinished, compression=None) as target:
+        shutil.copyfileobj(source, target, _CHUNK_BYTES)
+    if are_objects:
         return
-    unfinished = f"{path}.{uuid.uuid4().hex}.part"
-    inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
-    write(unfinished)
     if inner.get_file_info(path).type == pyarrow.fs.FileType.File:
         # not every server replaces a file by a move
         inner.delete_file(path)
@@ -292,15 +290,9 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     open_input_stream = open_input_file
 
     def write(self, path: str, content: bytes | memoryview) -> None:
-        def write(inner: pyarrow.fs.FileSystem) -> None:
-            def to(target: str) -> None:
-                with inner.open_output_stream(target, compression=None) as stream:
-                    # .gz would be compressed
-                    stream.write(content)
-
-            _whole(inner, path, to)
-
-        self.call("write", path, write)
+        self.call(
+            "write", path, lambda inner: _write(inner, path, pa.BufferReader(content))
+        )
         count("write", bytes=len(content))
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:

@@ -14,13 +14,11 @@ import contextlib
 import fcntl
 import mmap
 import os
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from raypipe.environment import byte_limit
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.storage.local_file import (
     cache_folder,
@@ -29,14 +27,14 @@ from raypipe.storage.local_file import (
     open_regular,
     private_folder,
     try_lock,
+    wait_for_lock,
 )
-from raypipe.storage.retries import report_progress
+from raypipe.storage.read_limit import byte_limit
 
 _WHOLE_NS = 0
 _MEMORY = Path("/dev/shm")
 _IN_CACHE = "memory"  # where there is no such folder
 _LOCK = ".lock"
-_POLL_S = 0.05
 # Share of the memory that is free, or in these files.
 _FREE_SHARE = 0.5
 
@@ -79,7 +77,8 @@ def open_shared(key: str, make: Callable[[BinaryIO], object]) -> SharedFile:
         if is_alone:
             _write(descriptor, path, make)
             return SharedFile(descriptor, path)
-        if _is_whole_soon(descriptor):
+        wait_for_lock(descriptor, fcntl.LOCK_SH)
+        if _is_whole(descriptor) and os.fstat(descriptor).st_nlink:
             return SharedFile(descriptor, path)
         os.close(descriptor)  # its maker has failed
 
@@ -164,18 +163,6 @@ def _write(descriptor: int, path: Path, make: Callable[[BinaryIO], object]) -> N
 
 def _is_whole(descriptor: int) -> bool:
     return os.fstat(descriptor).st_mtime_ns == _WHOLE_NS
-
-
-def _is_whole_soon(descriptor: int) -> bool:
-    """Wait for the file's maker, and share the file; return whether it is whole, and was not removed."""
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report_progress()
-            time.sleep(_POLL_S)
-            continue
-        return _is_whole(descriptor) and os.fstat(descriptor).st_nlink > 0
 
 
 def _leave(descriptor: int, path: Path, pid: int) -> None:

@@ -96,15 +96,17 @@ class Doubts(NamedTuple):
     Attributes:
         splits: folders that are splits.
         reasons: what shows that the folders are not classes, in words.
+        labels: a sentence about other files that may be the labels; may be empty.
         others: files and folders that are not read, and that may have labels.
     """
 
     splits: list[str]
     reasons: list[str]
+    labels: str
     others: list[str]
 
 
-NO_DOUBTS = Doubts([], [], [])
+NO_DOUBTS = Doubts([], [], "", [])
 
 
 class Layout(NamedTuple):
@@ -191,21 +193,30 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     left_out[_HIDDEN] = num_hidden + sum(files.num_hidden for files in every)
     if has_images:
         left_out[ARRAY_SUFFIX] = sum(len(files.arrays) for files in every)
-    samples: list[list[list[TreeSample]]] = [[[] for _ in every] for _ in trees]
-    for label, files in enumerate(every):
-        for number, path, value in files.images if has_images else files.arrays:
-            samples[number][label].append((path, value))
-    for of_class in itertools.chain(*samples):
-        of_class.sort(key=lambda sample: sample[0])
     return Layout(
         root=root,
         classes=tuple(by_class),
-        samples=samples,
+        samples=_by_tree(len(trees), list(every), has_images),
         left_out=+left_out,
         doubts=_doubts_of(root, by_class, others),
         has_images=has_images,
         flat=sorted(flat),
     )
+
+
+def _by_tree(
+    num_trees: int, by_class: Sequence[_Files], has_images: bool
+) -> list[list[list[TreeSample]]]:
+    """Return the samples of each tree, by class, sorted by their paths."""
+    samples: list[list[list[TreeSample]]] = [
+        [[] for _ in by_class] for _ in range(num_trees)
+    ]
+    for label, files in enumerate(by_class):
+        for number, path, value in files.images if has_images else files.arrays:
+            samples[number][label].append((path, value))
+    for of_class in itertools.chain(*samples):
+        of_class.sort(key=lambda sample: sample[0])
+    return samples
 
 
 def join(folder: str, name: str) -> str:
@@ -368,15 +379,22 @@ def _doubts_of(root: str, by_class: Mapping[str, _Files], others: list[str]) -> 
     elif all(map(_numbers_images, holding, holding.values())):
         listed = ", ".join(holding)
         reasons.append(f"the folders {listed:.300}, which number their images")
-    if of_images := sorted(path for files in every for path in files.of_images):
-        reasons.append(
-            f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
-            "store.target_column is then their suffix)"
-        )
     return Doubts(
         next(filter(None, splits), []),
         list(filter(None, reasons)),
+        _labels_beside(every),
         [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])],
+    )
+
+
+def _labels_beside(every: Iterable[_Files]) -> str:
+    """Return that files may be labels, in words, since they belong to images; empty if there are none."""
+    of_images = sorted(path for files in every for path in files.of_images)
+    if not of_images:
+        return ""
+    return (
+        f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
+        "store.target_column is then their suffix)"
     )
 
 
@@ -457,7 +475,9 @@ def check_classes(
         refuse_splits(where, splits)
     if not target_column:
         return told
-    for reason in (reason for doubt in doubts for reason in doubt.reasons):
+    reasons = [reason for doubt in doubts for reason in doubt.reasons]
+    reasons += filter(None, (doubt.labels for doubt in doubts))
+    for reason in reasons:
         raise StoreError(
             f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
         )

@@ -6,6 +6,7 @@ The rules are those of a folder, see `raypipe.stores.class_folders`.
 from __future__ import annotations
 
 import hashlib
+import posixpath
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,13 +52,19 @@ def find_files(
 
     Returns:
         `keys` and `places` of the samples; `digest`, a hash over the samples' names, sizes and modification times;
-        and `about`, see `_views`.
+        and `about`, see `_views`, with the `links` to folders.
     """
     layout = find_classes([tree], name)
     if not any(map(any, layout.samples)):
         return None
     (scan,) = _views(layout)
-    return {**scan, "digest": _hash_of(dict(members))}
+    last = dict(members)
+    scan["about"]["links"] = {
+        path: node.target
+        for path, node in last.items()
+        if isinstance(node, Link) and any(tree.entries(path))
+    }
+    return {**scan, "digest": _hash_of(last)}
 
 
 def _hash_of(members: Mapping[str, Member]) -> str:
@@ -113,19 +120,8 @@ def _index_files(
     Raises:
         StoreError: see `find_classes` and `check_classes`.
     """
-    views = scans
-    abouts = [scan["about"] for scan in scans]
-    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
-    left_out = LeftOut()
-    for counted in (*scans, *abouts):
-        left_out.update(counted["left_out"])
-    if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
-        # together their samples are in other folders
-        layout = find_classes(list(map(_tree_of, scans)), names[0])
-        doubts = [layout.doubts, *(doubt._replace(splits=[]) for doubt in doubts)]
-        left_out += layout.left_out
-        views = _views(layout)
-        abouts = [view["about"] for view in views]
+    views, doubts, left_out = _views_of(names[0], scans)
+    abouts = [view["about"] for view in views]
     num_by_class = Counter[str]()
     for about in abouts:
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
@@ -144,6 +140,24 @@ def _index_files(
     )
     facts = "" if is_known else hash_of_facts((classes, are_plain))
     return indexed._replace(classes=classes, left_out=left_out, facts=facts, told=told)
+
+
+def _views_of(
+    name: str, scans: Sequence[Scan]
+) -> tuple[Sequence[Scan], list[Doubts], LeftOut]:
+    """Return the samples of each tar of a store, the doubts about them, and the members that are left out."""
+    abouts = [scan["about"] for scan in scans]
+    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
+    left_out = LeftOut()
+    for counted in (*scans, *abouts):
+        left_out.update(counted["left_out"])
+    if len({(about["root"], about["has_images"]) for about in abouts}) == 1:
+        return scans, doubts, left_out
+    # together their samples are in other folders
+    layout = find_classes(list(map(_tree_of, scans)), name)
+    of_tars = (doubt._replace(splits=[], reasons=[]) for doubt in doubts)
+    doubts = [layout.doubts, *of_tars]
+    return _views(layout), doubts, left_out + layout.left_out
 
 
 def _labels_of(about: dict[str, Any], classes: tuple[str, ...]) -> np.ndarray:
@@ -184,7 +198,7 @@ def _views(layout: Layout) -> list[Scan]:
 
 
 def _tree_of(scan: Scan) -> MemoryTree:
-    """Return a tree of the samples of a tar, and of its classes without samples."""
+    """Return a tree of the samples of a tar, of its classes without samples, and of its links to folders."""
     tree = MemoryTree(missing=(-1, -1))
     about = scan["about"]
     for name in about["classes"]:
@@ -192,4 +206,8 @@ def _tree_of(scan: Scan) -> MemoryTree:
     places = scan["places"][""].tolist()
     for path, place in zip(as_names(scan["keys"]), places, strict=True):
         tree.add(path, TreeFile(place))
+    for path, target in about["links"].items():
+        parent = path.rpartition("/")[0]
+        if any(tree.entries(posixpath.normpath(join(parent, target)))):
+            tree.add(path, Link(target))  # its samples are those of the other folder
     return tree

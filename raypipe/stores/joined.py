@@ -29,6 +29,7 @@ from raypipe.stores.base import (
     name_of,
     part_of,
 )
+from raypipe.stores.numbers import exactly
 
 # Group size of an ungrouped store that is joined to a grouped one; any size works.
 _GROUP = 1024
@@ -176,15 +177,16 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def _cast_column(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> Any:
     if column.type == kind:
         return column
-    if isinstance(column.type, pa.BaseExtensionType):  # tensors become lists of lists
-        values = to_values(column)
-        if isinstance(values, np.ndarray):
-            column = pa.chunked_array([to_arrow(values)])
+    ours = array_of(column.type)
+    common = array_of(kind)
     try:
-        if (array_of(column.type) is None) != (array_of(kind) is None):
-            raise pa.ArrowInvalid("numbers would become texts, or texts numbers")
+        if (ours and ours[1]) != (common and common[1]):
+            raise ValueError("numbers and other values, or arrays of several shapes")
+        values = to_values(column) if common else None
+        if common and isinstance(values, np.ndarray):
+            return to_arrow(exactly(values, common[0].to_pandas_dtype()))
         return column.cast(kind)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError) as error:
         raise StoreError(
             f"column {name!r} has {column.type} in one store and {kind} in another ({error!s:.200}): give it one "
             "type, and one shape, in all stores"

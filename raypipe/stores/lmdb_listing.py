@@ -168,16 +168,11 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     if layout == "pickle" and not options.trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
     if layout in ("image", "scene-text"):
-        order = np.arange(len(keys)) if is_text else _numeric_order(keys)
-        if options.list_file:
-            labels = labels_of_list(where, options.list_file, keys)
-        elif not is_text and options.target_column in ("label", "folder"):
-            must_have = options.target_column == "folder"
-            labels = labels_of_folders(where, keys, must_have)
+        labels = _labels_of_keys(where, layout, keys, options)
         label_type = "int64" if labels.numbers is not None else ""
     else:
         value, label_type = _value_layout(where, layout, samples, options.target_column)
-        order = _order_of_values(file, where, layout, keys)
+    order = _order_of(file, where, layout, keys)
     facts = [
         _hash_of(keys, value_sizes),
         repr((layout, value, label_type, labels.classes)).encode(),
@@ -202,15 +197,21 @@ def _is_scene_text(file: LMDBFile) -> bool:
     )
 
 
-def _order_of_values(
+def _order_of(
     file: LMDBFile, where: str, layout: str, keys: pa.LargeBinaryArray
 ) -> np.ndarray:
-    """Return the row of each sample whose value has image and label."""
-    content = file.get(b"__keys__")
+    """Return the row of each sample: by `__keys__`, by numbers that are keys, or in the order of the file."""
+    in_file = np.arange(len(keys))
+    if layout == "scene-text":
+        return in_file
+    content = None if layout == "image" else file.get(b"__keys__")
     listed = None if content is None else keys_in(content, layout == "pickle")
-    return (
-        _numeric_order(keys) if listed is None else _listed_order(where, keys, listed)
-    )
+    if listed is not None:
+        return _listed_order(where, keys, listed)
+    if not pc.all(pc.match_substring_regex(keys, _NUMBER)).as_py():
+        return in_file
+    numbers = keys.cast(pa.large_string()).cast(pa.int64()).to_numpy()
+    return np.argsort(numbers, kind="stable")
 
 
 def _walk(
@@ -329,14 +330,6 @@ def _type_of(labels: Sequence[Any]) -> str:
     return f"{dtype}[{'' if len(lengths) > 1 else len(lists[0])}]"
 
 
-def _numeric_order(keys: pa.LargeBinaryArray) -> np.ndarray:
-    """Return the order of keys "0", "1", … "10" by number; others stay in the order of the file."""
-    if not pc.all(pc.match_substring_regex(keys, _NUMBER)).as_py():
-        return np.arange(len(keys))
-    numbers = keys.cast(pa.large_string()).cast(pa.int64()).to_numpy()
-    return np.argsort(numbers, kind="stable")
-
-
 def _listed_order(
     where: str, keys: pa.LargeBinaryArray, listed: Sequence[bytes]
 ) -> np.ndarray:
@@ -355,3 +348,14 @@ def _listed_order(
             len(keys),
         )
     return order
+
+
+def _labels_of_keys(
+    where: str, layout: str, keys: pa.LargeBinaryArray, options: Options
+) -> Labels:
+    """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
+    if options.list_file:
+        return labels_of_list(where, options.list_file, keys)
+    if layout == "image" and options.target_column in ("label", "folder"):
+        return labels_of_folders(where, keys, options.target_column == "folder")
+    return Labels()

@@ -37,16 +37,7 @@ class MemoryStore:
         self._images = [
             bytes(image) if isinstance(image, memoryview) else image for image in images
         ]
-        values: dict[str, Any] = {}
-        if labels is not None:
-            values["label"] = _labels_of(labels)
-        for name, column in (columns or {}).items():
-            values[name] = exactly(column) if _are_numbers(column) else list(column)
-        for name, column in values.items():
-            if len(column) != len(self):
-                raise ValueError(
-                    f"column {name!r} has {len(column)} values for {len(self)} images"
-                )
+        values = _values_of(labels, columns or {}, len(self))
         self.has_names = NAME in values
         arrays = {name: _arrow_of(name, column) for name, column in values.items()}
         if not self.has_names:
@@ -77,6 +68,25 @@ class MemoryStore:
 
     def close(self) -> None:
         """Do nothing: the store has no files."""
+
+
+def _values_of(
+    labels: Sequence[int] | np.ndarray | None,
+    columns: Mapping[str, Sequence[Any] | np.ndarray],
+    num: int,
+) -> dict[str, Any]:
+    """Return labels and columns as arrays or lists; raise ValueError unless they have so many values."""
+    values: dict[str, Any] = {}
+    if labels is not None:
+        values["label"] = _labels_of(labels)
+    for name, column in columns.items():
+        values[name] = exactly(column) if _are_numbers(column) else list(column)
+    for name, column in values.items():
+        if len(column) != num:
+            raise ValueError(
+                f"column {name!r} has {len(column)} values for {num} images"
+            )
+    return values
 
 
 def _labels_of(labels: Sequence[int] | np.ndarray) -> np.ndarray:

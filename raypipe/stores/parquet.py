@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,16 +146,7 @@ class _Groups(TableColumns):
             for number, size in enumerate(sizes)
             if size
         ]
-        digest = hashlib.blake2b(digest_size=16)
-        for footer in footers:
-            digest.update(len(footer).to_bytes(8, "little") + footer)
-        if (image_column, target_column or "label") != (
-            "image",
-            "label",
-        ):
-            # other columns make other contents
-            digest.update(repr((image_column, target_column)).encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _fingerprint_of(footers, image_column, target_column)
         self._check_bytes(address, image_column)
         self.groups = np.cumsum(
             [0, *(group.num_rows for group in self._groups)], dtype=np.int64
@@ -283,6 +274,18 @@ class _Groups(TableColumns):
                 f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
         return {name: _Column(self.opened(name, table[stored[name]])) for name in names}
+
+
+def _fingerprint_of(
+    footers: Sequence[bytes], image_column: str, target_column: str
+) -> str:
+    """Return the hash over all footers, and over the names of image and label if they are not the usual ones."""
+    digest = hashlib.blake2b(digest_size=16)
+    for footer in footers:
+        digest.update(len(footer).to_bytes(8, "little") + footer)
+    if (image_column, target_column or "label") != ("image", "label"):
+        digest.update(repr((image_column, target_column)).encode())
+    return digest.hexdigest()
 
 
 def _joined(

@@ -194,17 +194,12 @@ class RecordLayout:
         names: Collection[str],
     ) -> dict[str, np.ndarray | list[Any]]:
         """Return the requested columns of n records from the output of the compiled reader."""
-        num_fixed = len(self._fixed_names)
-        if num_fixed:
-            numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed)
-        else:
-            numbers = None
+        numbers = np.frombuffer(fixed, "<i8")
         columns: dict[str, np.ndarray | list[Any]] = {}
         for number, name in enumerate(self._fixed_names):
-            if name in names and numbers is not None:
-                columns[name] = np.ascontiguousarray(numbers[:, number]).view(
-                    self.types[name]
-                )
+            if name in names:
+                values = np.ascontiguousarray(numbers[number :: len(self._fixed_names)])
+                columns[name] = values.view(self.types[name])
         requested = (name for name in self._variable_names if name in names)
         for name, contents in zip(requested, variable, strict=True):
             is_plain = self.types[name] == "binary"

@@ -172,6 +172,8 @@ _ABOUT = {
     "left_out": _Counts,
     "splits": list[str],
     "reasons": list[str],
+    "labels": str,
+    "links": dict[str, str],
     "others": list[str],
 }
 

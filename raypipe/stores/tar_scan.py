@@ -173,7 +173,7 @@ def _layout_of(
 def _place_of(
     path: str, node: TreeFile | Link | Special, tree: MemoryTree
 ) -> Place | str:
-    """Return the place of a member's bytes, a link's included; what it is, in words, if it has none."""
+    """Return the place of a member's bytes, a link's included; if there are none, the kind of member in words."""
     if isinstance(node, Special):
         return node.kind
     file = tree.find(path) if isinstance(node, Link) else node

@@ -149,7 +149,7 @@ def _label_suffix(column: str) -> str:
 
 def find_samples(
     name: str,
-    entries: Sequence[tuple[str, Place | str]],
+    entries: Sequence[tuple[str, Place | str | None]],
     read: Read,
     image_column: str,
     target_column: str,
@@ -159,7 +159,7 @@ def find_samples(
 
     Args:
         name: name of the tar, for errors.
-        entries: its members in order: names, and places, or in words what has none.
+        entries: its members in order: names, and places, or in words what has none; None = a folder.
         read: reads the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
@@ -310,7 +310,7 @@ def _places(
 def _unused(
     samples: Sequence[_Sample], images: Sequence[str | None], used: set[str]
 ) -> Iterator[str]:
-    """Yield the suffix of each member that is no image, and is not used."""
+    """Yield the suffix of each member that is neither an image nor used."""
     for (_, members), image in zip(samples, images, strict=True):
         for suffix in members.keys() - used - {image}:
             yield f".{suffix}"
@@ -332,13 +332,15 @@ def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
 
 
 def _counted(
-    entries: Sequence[tuple[str, Place | str]],
+    entries: Sequence[tuple[str, Place | str | None]],
 ) -> tuple[list[tuple[str, str, Place]], LeftOut]:
     """Return key, suffix and place of each member that counts, and how many others do not, by the reason."""
     counted: list[tuple[str, str, Place]] = []
     left_out = LeftOut()
     for name, location in entries:
         names = _key_and_suffix(name)
+        if location is None:
+            continue
         if isinstance(location, str):
             left_out[location] += 1
         elif any(map(is_left_out, name.split("/"))):

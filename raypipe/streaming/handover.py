@@ -18,7 +18,7 @@ import torch
 from raypipe.config import AtLeast1, AugmentConfig, Seconds
 from raypipe.device.modules import PLAIN
 from raypipe.errors import ConfigError, CursorError
-from raypipe.metrics.records import Folder, read_records
+from raypipe.metrics.records import RunFolder, read_records
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.agreement import in_train_function
@@ -211,7 +211,7 @@ class _RunFolder(NamedTuple):
         checkpoints: those of the loop; None = it cannot write any.
     """
 
-    folder: Folder | None = None
+    folder: RunFolder | None = None
     checkpoints: RunCheckpoints | None = None
 
 
@@ -261,7 +261,7 @@ def _start_of(
     check: Callable[[Cursor], None],
     rank: int,
     world_size: int,
-) -> Folder | Checkpoint | None:
+) -> RunFolder | Checkpoint | None:
     """The run's latest checkpoint, of Ray Train or in its folder, else that of `start_from`; None = none."""
     of_train = latest_of_train()
     if of_train:
@@ -292,8 +292,8 @@ def changed_since(folder: str, spec: StreamSpec) -> str:
 
 
 def _later(
-    of_train: Folder | None, of_run: Checkpoint | None
-) -> Folder | Checkpoint | None:
+    of_train: RunFolder | None, of_run: Checkpoint | None
+) -> RunFolder | Checkpoint | None:
     """The later of Ray Train's checkpoint and that of the run's folder; Ray Train's if it has no place."""
     if of_train is None or of_run is None:
         return of_train or of_run
@@ -306,7 +306,7 @@ def _later(
     return of_train
 
 
-def _place_of(start: Folder | Checkpoint) -> Cursor | None:
+def _place_of(start: RunFolder | Checkpoint) -> Cursor | None:
     return start.cursor if isinstance(start, Checkpoint) else cursor_of(start)
 
 
@@ -347,7 +347,7 @@ def _rank_and_world_size(in_train: bool, engine: str) -> tuple[int, int]:
     return 0, 1
 
 
-def _folder_of_train() -> Folder | None:
+def _folder_of_train() -> RunFolder | None:
     """The folder of Ray Train's run; None where it has none, in a train function that its driver itself calls."""
     try:
         storage = ray.train.get_context().get_storage()

@@ -29,7 +29,7 @@ from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.flags import write_flag
-from raypipe.metrics.records import Folder
+from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import (
@@ -133,8 +133,8 @@ class Loader(Unlike, instead=_INSTEAD):
         dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
         keep_batches: int = 0,
-        folder: Folder | None = None,
-        start: Checkpoint | Folder | None = None,
+        folder: RunFolder | None = None,
+        start: Checkpoint | RunFolder | None = None,
         checkpoints: RunCheckpoints | None = None,
         digest_log: DigestLog | None = None,
         trace: str = "",

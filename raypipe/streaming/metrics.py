@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypipe import __version__
 from raypipe.config import AugmentConfig
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
-from raypipe.metrics.records import Folder
+from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
-from raypipe.metrics.utilization import Utilization, UtilizationSum
+from raypipe.metrics.utilization import Utilization, mean_share
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
@@ -59,7 +60,7 @@ class LoaderMetrics:
         rank: int,
         world_size: int,
         augment: AugmentConfig | None,
-        folder: Folder | None,
+        folder: RunFolder | None,
     ) -> None:
         labels = {
             "version": __version__,
@@ -81,7 +82,7 @@ class LoaderMetrics:
         self._device = device
         self._world_size = world_size
         self._augment = augment
-        self._used_in_training = UtilizationSum()
+        self._used_in_training = np.zeros(2)
         # What the loop's last batch belonged to, and whether it ended an epoch's training, if it ended a step.
         self._pass: tuple[int, Split] | None = None
         self._ended_split: bool | None = None
@@ -139,12 +140,8 @@ class LoaderMetrics:
         is_first = not self.first_batch_s
         name = "the first batch" if is_first else str(position)
         self.tell("asked", position.split, name, cause)
-        try:
+        with self._until("arrived", position.split):
             yield
-        except BaseException:
-            self.tell("failed")
-            raise
-        self.tell("arrived", position.split)
         if is_first:  # the start of the run is reported apart
             self.begin_interval()
 
@@ -158,12 +155,18 @@ class LoaderMetrics:
         """
         self._saved_at = time.perf_counter()
         self.tell("saving", cause)
+        with self._until("saved"):
+            yield
+
+    @contextlib.contextmanager
+    def _until(self, *event: Any) -> Iterator[None]:
+        """Context manager: tell an event at its end, or that the wait has failed."""
+        end: tuple[Any, ...] = ("failed",)
         try:
             yield
-        except BaseException:
-            self.tell("failed")
-            raise
-        self.tell("saved")
+            end = event
+        finally:
+            self.tell(*end)
 
     @property
     def checkpoint_age_s(self) -> float:
@@ -243,12 +246,11 @@ class LoaderMetrics:
         times = self.times("train") - self._before
         seconds = time.perf_counter() - self._since
         samples = self._utilization.samples - self._samples_before
-        self._used_in_training += samples
+        self._used_in_training = self._used_in_training + samples
         self.begin_interval()
-        if samples.mean is None:
+        used = mean_share(samples)
+        if used is None:
             used = self._utilization.latest
-        else:
-            used = samples.mean
         images = times.images * self._world_size
         values = {
             "epoch": cursor.epoch,
@@ -284,7 +286,7 @@ class LoaderMetrics:
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
         times = self.times("train")
-        used = self._used_in_training.mean
+        used = mean_share(self._used_in_training)
         ready = self.run_log.ready()
         situation = Situation(
             world_size=self._world_size,

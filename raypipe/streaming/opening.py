@@ -114,7 +114,7 @@ def open_stream(
     arguments |= {"plan": plan, "transform": transform}
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
-    opener = _Opener(options, plan.shuffle, _index_of(quarantine), in_memory)
+    opener = _Opener(options, str(plan.shuffle), _index_of(quarantine), in_memory)
     train_store = opener.open_train(train)
     val_store = None if val is None else opener.open(val)
     stores = _stores_by_split(train_store, val_store, plan, bool(target_column))
@@ -182,7 +182,7 @@ def _pixel_settings(
     if endings:
         described = {split: ending.described for split, ending in endings.items()}
         yield {"endings": described}
-    if transform.decode != "cpu":
+    if transform.decode == "device":
         yield {"decode": transform.decode}
 
 

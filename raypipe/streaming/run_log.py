@@ -27,7 +27,7 @@ import ray
 
 from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import STATUS, Folder, RecordWriter, write_file
+from raypipe.metrics.records import STATUS, RecordWriter, RunFolder, write_file
 from raypipe.progress import print_progress
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.record.opened import rewritten
@@ -96,11 +96,11 @@ class RunLog(Observer):
         keeps_stop: whether the request stays in the folder at the end, for the process that launched the run.
     """
 
-    def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
+    def __init__(self, world_size: int, rank: int, folder: RunFolder | None) -> None:
         self._world_size = world_size
         self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
-        self._stop_folder: Folder | None = None
+        self._stop_folder: RunFolder | None = None
         self.log: RecordWriter | None = None
         self._is_local = folder is not None and isinstance(
             folder[0], pyarrow.fs.LocalFileSystem
@@ -122,7 +122,7 @@ class RunLog(Observer):
         self._supervisor = None
         self._num_events = 0
 
-    def obey(self, folder: Folder) -> None:
+    def obey(self, folder: RunFolder) -> None:
         """Look for requests to stop in a run's folder."""
         self.stop_requested = functools.partial(stop_requested, folder)
         self._stop_folder = folder if self._is_first else None
@@ -239,7 +239,8 @@ class RunLog(Observer):
                 self._look_for_stop(time.time())
                 self._tell_events(_LOOK_S)
                 self._look(time.time())
-            except Exception:  # a run does not end because nobody can say where it is
+            except (RuntimeError, OSError, ray.exceptions.RayError):
+                # a run does not end because nobody can say where it is
                 logger.debug("the waits of a stream cannot be told", exc_info=True)
 
     def _look_for_stop(self, now: float) -> None:
@@ -258,7 +259,7 @@ class RunLog(Observer):
         """Confirm in the run's folder that the loop has seen a request to stop."""
         self._change_request(answer_stop)
 
-    def _change_request(self, change: Callable[[Folder], None]) -> None:
+    def _change_request(self, change: Callable[[RunFolder], None]) -> None:
         if self._stop_folder and self.stops:
             # if the disk is full, the checkpoint raises
             with contextlib.suppress(pa.ArrowException, OSError, RaypipeError):
@@ -306,20 +307,12 @@ class RunLog(Observer):
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
         if supervisor is None:
             return "this process makes it"
-        if not ray.is_initialized():  # a call would restart it
-            return "Ray has been shut down"
-        try:
-            return ray.get(supervisor.describe_progress.remote(), timeout=_ANSWER_S)
-        except ray.exceptions.RayError as error:
-            return f"the stream's supervisor does not answer ({type(error).__name__})"
+        silence = "the stream's supervisor does not answer"
+        return _answer(supervisor, "describe_progress") or silence
 
     def ready(self) -> float:
         """Return the share of the time for which a rank had a finished block to take; 0 if nobody knows."""
-        if self._supervisor is None or not ray.is_initialized():
-            return 0.0
-        with contextlib.suppress(ray.exceptions.RayError):
-            return ray.get(self._supervisor.ready_share.remote(), timeout=_ANSWER_S)
-        return 0.0
+        return _answer(self._supervisor, "ready_share") or 0.0
 
     def _tell_events(self, timeout_s: float) -> None:
         """Record and print what has happened to the stream since the last call."""
@@ -360,9 +353,16 @@ def events_of(
     Args:
         supervisor: the handle of the stream's Supervisor; None = it has none.
     """
+    return _answer(supervisor, "events", first, timeout_s=timeout_s) or []
+
+
+def _answer(
+    supervisor: Any, question: str, *arguments: Any, timeout_s: float = _ANSWER_S
+) -> Any:
+    """Return what a stream's Supervisor answers; None if there is none, or it does not answer in time."""
     if supervisor is None or not ray.is_initialized():  # a call would restart it
-        return []
-    try:
-        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
-    except ray.exceptions.RayError:  # the stream does not depend on the event log
-        return []
+        return None
+    with contextlib.suppress(ray.exceptions.RayError):
+        asked = getattr(supervisor, question).remote(*arguments)
+        return ray.get(asked, timeout=timeout_s)
+    return None

@@ -29,7 +29,7 @@ from raypipe.transform.views import makes_views
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 UserTransform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
-"""A callable on uint8 RGB (H, W, 3), or on what `transform.decode_as` gives, an Albumentations or torchvision v2
+"""A callable on uint8 RGB (H, W, 3), or on what `transform.decode` gives, an Albumentations or torchvision v2
 pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (transform, count), …}`."""
 
 
@@ -90,7 +90,7 @@ class StreamSpec(
             self.columns.has_target,
             tuple(self.transform.target_columns),
             makes_views(self.transforms["train"]),
-            self.transform.decode_as == "array",
+            self.transform.decode == "array",
         )
 
     def readers(self, is_one_machine: bool = False) -> dict[Split, Store]:

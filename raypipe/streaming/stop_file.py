@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import pyarrow.fs
 
-from raypipe.metrics.records import Folder
+from raypipe.metrics.records import RunFolder
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import open_filesystem
 
 
-def _file(run: str | Folder) -> Folder:
+def _file(run: str | RunFolder) -> RunFolder:
     filesystem, folder = open_filesystem(run) if isinstance(run, str) else run
     return filesystem, f"{folder}/stop"
 
 
-def request_stop(run: str | Folder) -> None:
+def request_stop(run: str | RunFolder) -> None:
     """Ask the trainers of a run to end with a checkpoint."""
     write_synced(*_file(run), b"")
 
 
-def stop_requested(run: str | Folder) -> bool:
+def stop_requested(run: str | RunFolder) -> bool:
     """Return whether the trainers of a run were asked to end."""
     filesystem, path = _file(run)
     return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
 
 
-def answer_stop(run: str | Folder) -> None:
+def answer_stop(run: str | RunFolder) -> None:
     """Confirm that the trainers have seen a request, if there is one, and will only write the checkpoint."""
     if stop_requested(run):
         write_synced(*_file(run), b"seen")
 
 
-def stop_answered(run: str | Folder) -> bool:
+def stop_answered(run: str | RunFolder) -> bool:
     """Return whether the trainers have seen the request."""
     try:
         with open_input(*_file(run)) as file:
@@ -44,7 +44,7 @@ def stop_answered(run: str | Folder) -> bool:
         return False
 
 
-def remove_stop(run: str | Folder) -> None:
+def remove_stop(run: str | RunFolder) -> None:
     """Withdraw the request to stop a run."""
     if stop_requested(run):
         filesystem, path = _file(run)

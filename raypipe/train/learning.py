@@ -189,7 +189,7 @@ class Learner:
         ok = isinstance(logits, torch.Tensor) and logits.shape[:1] == (rows,)
         if ok and self.has_classes:
             ok = logits.ndim == 2 and (
-                logits.shape[1] >= num or config.loss != "cross_entropy"
+                logits.shape[1] >= num or config.named("loss")[0] != "cross_entropy"
             )
         if not ok:
             raise ConfigError(
@@ -236,9 +236,10 @@ class Learner:
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         saved = state["state"]
         names = {name for parameter_state in saved.values() for name in parameter_state}
-        is_known = self._config.optimizer in ("sgd", "adamw")
+        name, _ = self._config.named("optimizer")
+        is_known = name in ("sgd", "adamw")
         was_adamw = "exp_avg" in names
-        if is_known and names and was_adamw != (self._config.optimizer == "adamw"):
+        if is_known and names and was_adamw != (name == "adamw"):
             raise ConfigError(
                 "the checkpoint has the state of a different optimizer: set train.optimizer to "
                 f"{'adamw' if was_adamw else 'sgd'}"

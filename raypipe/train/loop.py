@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -105,7 +104,7 @@ class Trainer:
             run_dir=self.run_uri,
             start_from=run.train.start_from,
             lease=lease,
-            log_digest=run.train.log_digest,
+            log_digest="digest" in run.train.log,
             **trace,
         )
         stream.model_name = run.train.model
@@ -117,7 +116,7 @@ class Trainer:
 
     def epochs(self) -> Iterator[None]:
         """Train the rest of the run; yield after each epoch and its validation."""
-        try:
+        with self.loader:
             for epoch in self.loader.epochs():
                 if len(epoch.train):
                     self._train(epoch.train)
@@ -128,11 +127,6 @@ class Trainer:
                 self._save()
                 self._metrics.diagnose(epoch.number)
                 yield
-        except Exception:
-            with contextlib.suppress(Exception):  # must not hide the original error
-                self.close()
-            raise
-        self.close()
 
     def figures(self) -> dict[str, Any]:
         """Return the run's figures so far: sums over its training, the newest validation, and its progress."""
@@ -192,7 +186,7 @@ class Trainer:
         config = self.run.train
         done = self.loader.global_step
         self.learner.end_step(done)
-        if config.log_samples:
+        if "samples" in config.log:
             self._log_samples(samples)
         if self._start is not None and self.loader.pool_has_begun:
             # every rank has its micro-batches, and the pool its CPUs

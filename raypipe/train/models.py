@@ -118,30 +118,27 @@ def build_optimizer(
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim <= 1]
+    name, arguments = config.named("optimizer")
     groups = [
-        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": decay, "weight_decay": arguments.pop("weight_decay", 5e-5)},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        optimizer = _SGD(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=nesterov,
-            fused=fused,
-        )
-    elif config.optimizer == "adamw":
-        optimizer = _AdamW(groups, lr=config.lr, fused=fused)
-    else:
-        optimizer = config.imported("optimizer")(groups, lr=config.lr)
+    if ":" in name:
+        optimizer = config.imported("optimizer")(groups, lr=config.lr, **arguments)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
-                f"train.optimizer={config.optimizer} must return a torch.optim.Optimizer, got {kind}"
+                f"train.optimizer={name} must return a torch.optim.Optimizer, got {kind}"
             )
         return optimizer
+    if name == "sgd":
+        momentum = arguments.setdefault("momentum", 0.9)
+        arguments.setdefault("nesterov", momentum > 0)
+    make = {"sgd": _SGD, "adamw": _AdamW}[name]
+    try:
+        optimizer = make(groups, lr=config.lr, fused=fused, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train.optimizer {config.optimizer}: {error}") from None
     fit_state(optimizer)
     return optimizer
 
@@ -169,19 +166,21 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_schedule(config: TrainConfig) -> Schedule:
-    if config.lr_schedule == "cosine":
+    name, arguments = config.named("lr_schedule")
+    arguments.pop("warmup_epochs", None)
+    if name == "cosine":
         return learning_rate
     schedule = config.imported("lr_schedule")
 
     def checked(step: int, *bounds: float) -> float:
-        rate = schedule(step, *bounds)
+        rate = schedule(step, *bounds, **arguments)
         try:
             number = float(rate)  # a checkpoint cannot hold a number of NumPy's
         except (TypeError, ValueError):
             number = math.nan
         if not abs(number) <= _MAX_RATE:
             raise ConfigError(
-                f"train.lr_schedule={config.lr_schedule} at step {step} must be a finite number, got {rate!r}"
+                f"train.lr_schedule={name} at step {step} must be a finite number, got {rate!r}"
             )
         return number
 
@@ -190,8 +189,13 @@ def build_schedule(config: TrainConfig) -> Schedule:
 
 def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
     """Return the loss of `train.loss`; `smooth=False` omits label smoothing, for validation."""
-    if config.loss != "cross_entropy":
-        return config.imported("loss")
+    name, arguments = config.named("loss")
+    if name != "cross_entropy":
+        return functools.partial(config.imported("loss"), **arguments)
+    if arguments.keys() - {"label_smoothing"}:
+        raise ConfigError(
+            f"train.loss: cross_entropy takes label_smoothing, got {', '.join(arguments)}"
+        )
     smoothing = config.label_smoothing if smooth else 0.0
     return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
 

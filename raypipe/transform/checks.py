@@ -31,7 +31,7 @@ def check_transforms(
     """Raise ConfigError where `SampleMaker` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        check_transform(transform, config.final_size, config.decode_as == "array")
+        check_transform(transform, config.final_size, config.decode == "array")
         is_views = makes_views(transform)
         if is_views and config.target_columns:
             raise ConfigError(
@@ -53,7 +53,7 @@ def check_transforms(
 def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
     """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
-        setting = f"transform.{name}_column"
+        setting = f"transform.targets.{name}"
         parent, _, field = column.rpartition(".")
         names = store.schema.names
         if column == "image":
@@ -73,9 +73,9 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
     if config.strength == 1:
         return
     where = "transform.strength scales the steps that raypipe makes itself"
-    if config.decode_as == "array":
+    if config.decode == "array":
         raise ConfigError(
-            f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out"
+            f"{where}, of uint8 RGB, and transform.decode is 'array': leave one of them out"
         )
     built = build_transform(transform, config.final_size)
     pipelines = [built]

@@ -344,16 +344,7 @@ def type_by_values(
             return ColumnType("text")
         if kinds == {"bytes"}:
             return ColumnType("bytes")
-    has_npy = any(map(is_npy, values))
-    arrays: list[np.ndarray] = []
-    problem = ""
-    for value in values:
-        if has_npy and isinstance(value, bytes) and not is_npy(value):
-            continue  # its first bytes are damaged
-        try:
-            arrays.append(column_numbers(name, value, options))
-        except SampleError as error:
-            problem = str(error)
+    arrays, problem = _numbers_in(name, values, options)
     if options is None and problem:
         return ColumnType("json")
     if not arrays:
@@ -369,12 +360,30 @@ def type_by_values(
             f"{where} has numbers of several shapes, {shapes}: fix the store"
         )
     is_array = is_fixed and all(isinstance(value, np.ndarray) for value in values)
+    has_npy = any(map(is_npy, values))
     if shapes == [()] or (is_array and len(shapes) == 1):
         return ColumnType("array", dtype.name, shapes[0], is_npy=has_npy)
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
         return ColumnType("json")
     return ColumnType("ragged", dtype.name, inner.pop(), is_npy=has_npy)
+
+
+def _numbers_in(
+    name: str, values: Sequence[Any], options: ColumnOptions | None
+) -> tuple[list[np.ndarray], str]:
+    """Return the numbers of values that have such, and why another has none."""
+    arrays: list[np.ndarray] = []
+    problem = ""
+    has_npy = any(map(is_npy, values))
+    for value in values:
+        if has_npy and isinstance(value, bytes) and not is_npy(value):
+            continue  # its first bytes are damaged
+        try:
+            arrays.append(column_numbers(name, value, options))
+        except SampleError as error:
+            problem = str(error)
+    return arrays, problem
 
 
 def as_declared(

@@ -1,4 +1,4 @@
-"""Pixels of a stream's images, `transform.decode_as`: the values that its transforms get and may return.
+"""Pixels of a stream's images, `transform.decode`: the values that its transforms get and may return.
 
 RGB       they get uint8 (H, W, 3); they return the same, or floats of 1 or 3 channels, which become float32
 ARRAYS    they get and return integers or floats of up to 64 bits, of any number of channels
@@ -156,6 +156,6 @@ ARRAYS = Pixels(
 )
 
 
-def pixels_of(decode_as: str) -> Pixels:
-    """The pixels of a stream's images, by `transform.decode_as`."""
-    return ARRAYS if decode_as == "array" else RGB
+def pixels_of(decode: str) -> Pixels:
+    """The pixels of a stream's images, by `transform.decode`."""
+    return ARRAYS if decode == "array" else RGB

@@ -104,8 +104,8 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
     needs_rgb = {*PRESETS, *VIEW_PRESETS} - {*_OF_ARRAYS}
     if arrays and isinstance(transform, str) and transform in needs_rgb:
         raise ConfigError(
-            f"the preset {transform!r} needs uint8 RGB, and transform.decode_as is 'array': use one of "
-            f"{', '.join(('none', *_OF_ARRAYS))}, steps or your own code, or decode_as='rgb'"
+            f"the preset {transform!r} needs uint8 RGB, and transform.decode is 'array': use one of "
+            f"{', '.join(('none', *_OF_ARRAYS))}, steps or your own code, or decode='cpu'"
         )
     if makes_views(transform) and isinstance(size, int):
         for name, view in find_views(transform, size).items():

@@ -4,7 +4,7 @@
     slow    any sample; it has the last word on what is bad, and says why
 
 
-With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
+With `transform.decode: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C). With `transform.decode: device` there are encoded images instead, see
 `raypipe.transform.encoded`.
 
@@ -91,7 +91,7 @@ class SampleMaker:
         self._config = config
         self._sides = sides
         self._targets = config.target_columns
-        pixels = pixels_of(config.decode_as)
+        pixels = pixels_of(config.decode)
         built = build_transform(
             transform, size or config.final_size, by_library=not pixels.is_rgb
         )
@@ -331,7 +331,7 @@ class SampleMaker:
             )
         except SampleError as error:
             orientation = 1
-            if self._config.decode_as == "rgb":
+            if self._config.decode != "array":
                 orientation = stored_orientation(stored_bytes(sample.image))
             if orientation == 1:
                 raise

@@ -15,7 +15,7 @@ only for users of them:
 The user's code of any kind may hold more generators, or pipelines of Albumentations: `raypipe.transform.reach`
 finds them, and they are seeded for each sample as well.
 
-With `transform.decode_as: array`, all of them get and may return images of any dtype and number of channels.
+With `transform.decode: array`, all of them get and may return images of any dtype and number of channels.
 
 The last three get another form where they fail on this one, see `raypipe.transform.forms`. They may return several
 images by name, see `raypipe.transform.views`.

@@ -27,7 +27,7 @@ def take_endings(
     Raises:
         ConfigError: a pipeline of one split normalizes, and that of the other does not; or views differ.
     """
-    if config.decode_as == "array":  # arrays may be floats, which the library makes
+    if config.decode == "array":  # arrays may be floats, which the library makes
         return dict(transforms), {}
     without_endings = dict[Split, Any]()
     endings = dict[Split, Ending]()

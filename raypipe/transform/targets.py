@@ -104,7 +104,7 @@ def decode_boxes(
     elif struct is not None and not struct.keys().isdisjoint(_BOXES):
         raise ConfigError(
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
-            "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
+            "transform.targets.boxes_xywh, [x, y, width, height] as in COCO, or boxes_xyxy"
         )
     boxes = _numbers(value, "boxes", "x0, y0, x1, y1, label")
     if boxes_format == "xywh":
@@ -307,7 +307,7 @@ TARGETS = {
     "boxes": Target("bboxes", 5, decode_boxes),
     "keypoints": Target("keypoints", 3, decode_keypoints),
 }
-"""By name; `TransformConfig` has a setting NAME_column for each."""
+"""By name; those of `transform.targets`."""
 
 
 def decode_targets(
@@ -379,7 +379,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         package = type(transform).__module__.partition(".")[0]
         kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
-            f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
+            f"{', '.join(f'transform.targets.{name}' for name in sorted(targets))} needs an albumentations."
             "Compose or a pipeline of torchvision.transforms.v2, and the transform is a "
             f"{kind}: write it as one of these, name a preset, or leave it out"
         )

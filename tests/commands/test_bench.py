@@ -14,8 +14,8 @@ from raypipe.commands.bench import (
     cpus_needed,
     print_bench,
     steady,
+    stream_once,
     summary,
-    timed_by_torch,
     verdict,
 )
 from raypipe.commands.cli import main
@@ -92,7 +92,7 @@ def test_clumps_of_blocks_do_not_raise_the_rate() -> None:
 
 
 def test_too_few_blocks_are_an_error_that_says_what_to_raise() -> None:
-    with pytest.raises(ConfigError, match=r"brought 3 blocks.*--seconds"):
+    with pytest.raises(ConfigError, match=r"brought 3 batches.*--seconds"):
         steady(arrivals(3))
 
 
@@ -103,13 +103,9 @@ def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
             return super().read(*arguments)
 
     store = SlowStore([sample["image"] for sample in samples(8)], [0] * 8)
-    found = timed_by_torch(
-        store,
-        TransformConfig(train="center", size=16),
-        PoolConfig(engine="inline"),
-        4,
-        40,
-    )
+    config = TransformConfig(train="center", size=16)
+    found = stream_once(store, config, PoolConfig(engine="inline"), 4, 0.2, 400.0)
+    assert found["micro_batch_bytes"] == 4 * 16 * 16 * 3
     assert found["torch_ms_per_batch"] >= 10, "each batch is read apart"
     assert found["torch_images_per_s"] == pytest.approx(
         4000 / found["torch_ms_per_batch"]

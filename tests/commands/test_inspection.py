@@ -238,7 +238,7 @@ def test_images_of_16_bits_are_told(tmp_path: Path) -> None:
         )
     note = describe(open_store(tmp_path))["16_bits"]
     assert note.startswith("1 of the sampled images have 16 bits, largest value 4095")
-    assert note.endswith("set transform.decode_as: array")
+    assert note.endswith("set transform.decode: array")
 
 
 def test_a_broken_link_is_called_one(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands.picture import Tile, draw_grid, wrapped
+from raypipe.commands.picture import Tile, draw_tiles, wrapped
 
 # of the first tile, and of a row with its captions, pixels
 LEFT, SIZE, ROW = (
@@ -20,9 +20,7 @@ LEFT, SIZE, ROW = (
 def pixels(rows: list[list[Tile]], **texts: Any) -> np.ndarray:
     """The picture, uint8 (H, W, 3)."""
     return np.asarray(
-        draw_grid(
-            rows, **{"title": "", "headers": [], "names": ["a", "b", "c"], **texts}
-        )
+        draw_tiles(rows, **{"title": "", "names": ["decoded", "a", "b", "c"], **texts})
     )
 
 
@@ -31,7 +29,7 @@ def pixels(rows: list[list[Tile]], **texts: Any) -> np.ndarray:
 )
 def test_nothing_that_is_written_is_wider_than_its_place(text: str) -> None:
     rows = [[Tile(None, (text, text), text)] + [Tile(None)] * 3]
-    seen = pixels(rows, title=text, headers=[text])
+    seen = pixels(rows, title=text, headers={1: text})
     ink = seen.min(2) < 200
     assert not ink[:, :LEFT].any() and not ink[:, -LEFT:].any()
     caption, reason = ink[SIZE - ROW :], ink[-ROW : SIZE - ROW]

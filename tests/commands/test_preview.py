@@ -284,8 +284,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
     settings = TransformConfig(
         train="resize",
         size=24,
-        mask_column="seg",
-        boxes_column="objects",
+        targets={"mask": "seg", "boxes": "objects"},
         max_targets=2,
     )
     shown = made(scenes(bad=5), AugmentConfig(), settings)
@@ -359,7 +358,7 @@ def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
     [
         *("--indices=[3,100]", "--augment.std=[1]", "-o=a/b/c.png"),
         *("--transform.train=lihgt", "--transform.train=[{Blurr: {}}]"),
-        *("--transform.mask-column=image", "--store.columns=[image]"),
+        *("--transform.targets={mask: image}", "--store.columns=[image]"),
     ],
 )
 def test_an_error_of_the_command_is_one_line(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.commands.short_run import ShortRun, check_has_settings
-from raypipe.commands.trace import trace
+from raypipe.commands.trace import check_has_settings, trace
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.launch.run_folder import CONFIG_HEAD
@@ -38,9 +37,9 @@ def test_an_own_loop_is_told_how_to_trace_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"own loop.*raypipe\.loader\(spec, trace="):
         trace(RunConfig(), str(run), output=str(tmp_path / "t.json"))
     (run / "config.yaml").write_text(CONFIG_HEAD)
-    check_has_settings(str(run), "nothing")
-    check_has_settings("", "nothing")
-    check_has_settings(str(tmp_path / "train.lmdb"), "nothing")
+    check_has_settings(str(run))
+    check_has_settings("")
+    check_has_settings(str(tmp_path / "train.lmdb"))
 
 
 def test_a_place_that_cannot_be_written_is_an_error_before_the_run(
@@ -48,29 +47,3 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_run(
 ) -> None:
     with pytest.raises(ConfigError, match="existing, writable folder"):
         trace(RunConfig(), output=str(tmp_path / "none" / "t.json"))
-
-
-def test_a_short_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    run = RunConfig(name="mine", storage_path=str(tmp_path), resume="")
-    first = ShortRun(run, "trace", 1.0)
-    second = ShortRun(run, "trace", 1.0)
-    assert first.uri != second.uri and "mine" not in first.uri
-    assert first.uri.startswith(f"file://{tmp_path}/trace-")
-
-
-def test_a_short_run_sees_the_records_that_its_loop_writes(
-    tmp_path: Path,
-) -> None:
-    short = ShortRun(RunConfig(storage_path=str(tmp_path)), "trace", 1.0)
-    folder = Path(short.uri.removeprefix("file://"))
-    folder.mkdir(parents=True)
-    lines = [
-        {"kind": "start", "step": 0, "workers": 2},
-        {"kind": "val", "step": 1},
-        {"kind": "train", "step": 1, "images_per_s": 10.0},
-    ]
-    (folder / "metrics.jsonl").write_text("")
-    assert not short._has_trained()
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
-    assert short._has_trained()

@@ -440,7 +440,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a key without a target": (
         container(FLIP),
         ["mask", "boxes"],
-        "set transform.keypoints_column",
+        "set transform.targets.keypoints",
     ),
     "a key twice": (
         container(FLIP, keys=("input", "mask", "mask")),

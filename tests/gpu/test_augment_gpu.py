@@ -229,16 +229,3 @@ def test_a_rings_batches_are_augmented_beside_the_model_to_the_same_bits(
     assert not DeviceAugment(AugmentConfig(module=Faded()), device)._runs_apart, (
         "the loop may train it"
     )
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_stream_of_its_own_gives_the_same_bits(preset: Any) -> None:
-    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
-    expected, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # begins on an idle device, and sends all that it needs itself
-        torch.cuda._sleep(10_000_000)
-        found, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert torch.equal(found, expected)

@@ -130,8 +130,7 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
         transform=TransformConfig(
             train="light",
             size=32,
-            mask_column="seg",
-            boxes_column="objects",
+            targets={"mask": "seg", "boxes": "objects"},
             max_targets=4,
         ),
         target_column=None,

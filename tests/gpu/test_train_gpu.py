@@ -316,9 +316,7 @@ def test_the_gradient_is_clipped_to_its_true_norm(
     amp: Any, deterministic_reduce: Any
 ) -> None:
     settings = {
-        "optimizer": "sgd",
-        "momentum": 0.0,
-        "weight_decay": 0.0,
+        "optimizer": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
         "amp": amp,
         "deterministic_reduce": deterministic_reduce,
     }

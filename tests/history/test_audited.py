@@ -479,5 +479,5 @@ def test_changed_bytes_of_a_store_are_traced_to_their_sample(tmp_path: Path) -> 
 def test_a_run_without_hashes_says_so(folder: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(folder / "whole", tmp_path / "run"))
     shutil.rmtree(run / "digests")
-    with pytest.raises(ConfigError, match=r"train\.log_digest=true"):
+    with pytest.raises(ConfigError, match=r"train\.log=\[digest\]"):
         AuditedRecord(open_run(run))

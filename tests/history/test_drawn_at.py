@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "plan": {"mixture": {0: {"a": 1, "b": 2}, 1: {"a": 3, "b": 1}}, "weights": 0.5},
         "train": ["a", "b"],
     },
-    "windows": {"train": "a.parquet", "plan": {"window_groups": 2}},
+    "windows": {"train": "a.parquet", "plan": {"shuffle": 2}},
     "buckets": {
         "plan": {"buckets": ["8x10", "10x8"], "aug_repeats": 2, "shuffle": "global"},
         "train": "a.parquet",
@@ -156,7 +156,7 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
 def test_samples_are_found_where_a_trainings_record_has_them(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = small_run(tmp_path, stores["train"], stores["val"], 3, 4, log_samples=True)
+    run = small_run(tmp_path, stores["train"], stores["val"], 3, 4, log=["samples"])
     run_dir = without_ray.train(replace(run, name="run"))["run_dir"]
     recorded = defaultdict(list)
     for record in read_records(run_dir, SAMPLES):

@@ -177,7 +177,7 @@ def test_plans_of_all_kinds_are_replayed_for_one_rank_and_two(
 def test_random_steps_agree_with_the_samples_of_a_run(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = small_run(tmp_path, stores["train"], stores["val"], 3, 2, log_samples=True)
+    run = small_run(tmp_path, stores["train"], stores["val"], 3, 2, log=["samples"])
     folder = train(run)["run_dir"]
     replay = raypipe.replay(folder)
     assert len(replay) == 24

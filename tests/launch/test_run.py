@@ -26,7 +26,7 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
-from raypipe.launch.run_checks import num_classes_of
+from raypipe.launch.run_checks import check_model, num_classes_of
 from raypipe.launch.run_folder import as_plain, store_config
 from raypipe.launch.summary import changes, summarize
 from raypipe.metrics.records import read_records
@@ -200,7 +200,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "seed": ("plan", {"seed": 7}, "made under plan"),
     "batch": ("plan", {"micro_batch_size": 4}, "made under plan"),
-    "skip": ("plan", {"skip": ["1..1"]}, "plan.skip may change only"),
+    "skip": ("plan", {"skip": ["1..1"]}, "plan.skip before the checkpoint's step 1"),
     "store": ("store", {"train": "val"}, "made under plan"),
     "no store": ("store", {"train": "nowhere"}, "nowhere does not exist"),
     "filter": ("store", {"filter": "nothing > 3"}, "nothing"),
@@ -501,3 +501,18 @@ def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
     write_checkpoint((tmp_path / "mine").as_uri(), spec.plan.cursor_at(1), b"x", {})
     with pytest.raises(Stopped):
         launch(run)
+
+
+def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
+    check_model("small", 4)
+    with pytest.raises(
+        ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"
+    ):
+        check_model("resnet18", 4)
+
+
+def test_an_unknown_model_is_named_with_what_there_is() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"
+    ):
+        check_model("resnet51", 3)

@@ -13,7 +13,7 @@ from without_ray import every_batch
 from raypipe.commands.status import print_status, standing
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.prometheus import TrainerMetrics
-from raypipe.metrics.utilization import Utilization, UtilizationSum
+from raypipe.metrics.utilization import Utilization, mean_share
 from raypipe.stores import digits_stores
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -42,13 +42,14 @@ def test_samples_are_shares_whose_mean_is_that_of_a_stretch(
     nvml = Nvml(40, 90, 101)
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
     device = Utilization(CUDA)
-    assert device.latest is None and device.samples.mean is None
+    assert device.latest is None and mean_share(device.samples) is None
     assert device.sample() == 0.4
     before = device.samples
     assert device.sample() == 0.9 and device.sample() == device.latest == 1.0
-    assert (device.samples - before).mean == pytest.approx(0.95) and nvml.devices == [
-        CUDA
-    ] * 3
+    assert (
+        mean_share(device.samples - before) == pytest.approx(0.95)
+        and nvml.devices == [CUDA] * 3
+    )
 
 
 def test_a_device_that_nobody_counts_is_asked_once(
@@ -61,7 +62,7 @@ def test_a_device_that_nobody_counts_is_asked_once(
         device.sample() is None and device.sample() is None and len(nvml.devices) == 1
     )
     assert Utilization(CPU).sample() is None and len(nvml.devices) == 1
-    assert device.samples == UtilizationSum() and device.latest is None
+    assert mean_share(device.samples) is None and device.latest is None
 
 
 def test_the_thread_of_the_gauges_shows_what_it_samples(

@@ -48,11 +48,11 @@ PLAIN: dict[str, dict[str, Any]] = {
     "global, no validation": {**ONE, "val_interval": 0},
     "off": {**ONE, "shuffle": "off"},
     "window": GROUPED,
-    "window of 2 groups": {**GROUPED, "window_groups": 2},
+    "window of 2 groups": {**GROUPED, "shuffle": 2},
     "groups, global": {**GROUPED, "shuffle": "global"},
     "excluded": {**ONE, "exclude": range(0, 90, 7), "val_exclude": [3]},
     "most excluded": {**ONE, "exclude": range(60), "val_exclude": range(9)},
-    "window, excluded": {**GROUPED, "window_groups": 2, "exclude": range(20, 50)},
+    "window, excluded": {**GROUPED, "shuffle": 2, "exclude": range(20, 50)},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "global, seed 2^40": {**ONE, "seed": 2**40},
@@ -63,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "weights, window": {
         **GROUPED,
         "weights": "weight",
-        "window_groups": 3,
+        "shuffle": 3,
         "epoch_samples": 50,
     },
     "weights, off, excluded": {

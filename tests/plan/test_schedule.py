@@ -68,8 +68,7 @@ def plans(draw: st.DrawFn) -> Plan:
         micro_batch_size=micro_batch,
         global_batch_size=micro_batch * per_step,
         seed=draw(st.integers(0, 2**63)),
-        shuffle=draw(st.sampled_from(["auto", "global", "off"])),
-        window_groups=draw(st.integers(0, 3)),
+        shuffle=draw(st.sampled_from(["auto", "global", "off", 1, 2, 3])),
         val_interval=draw(st.integers(0, 3)),
     )
 
@@ -307,9 +306,7 @@ def test_the_fingerprint_changes_with_contents_groups_and_windows() -> None:
         != make_plan(config, store(7)).fingerprint
     )
     windows = {
-        plan_of(group_size=g, window_groups=k).fingerprint
-        for g in (2, 3)
-        for k in (1, 2)
+        plan_of(group_size=g, shuffle=k).fingerprint for g in (2, 3) for k in (1, 2)
     }
     assert len(windows) == 4
 
@@ -318,7 +315,7 @@ def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(epochs=9, val=3, val_interval=2).fingerprint == plan_of().fingerprint
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
     # no groups, no windows
-    assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint
+    assert plan_of(shuffle=5).fingerprint == plan_of().fingerprint
 
 
 # Samples that are left out

@@ -66,10 +66,10 @@ def test_steps_that_are_left_out_are_none_of_those_ahead() -> None:
     assert plan.only(training).later(only[1], 2) == only[3]
 
 
-def test_ranges_may_overlap_and_are_told_as_they_are_written() -> None:
+def test_ranges_may_overlap() -> None:
     plan = plan_of("9..11", 3, "4", "10..12")
     assert plan.skipped == Skipped(((2, 4), (8, 12)))
-    assert str(plan.skipped) == "3..4, 9..12" and str(plan_of(7).skipped) == "7"
+    assert plan_of(7).skipped == Skipped(((6, 7),))
 
 
 @given(
@@ -132,11 +132,11 @@ def test_a_sample_is_not_found_in_a_step_that_is_skipped() -> None:
     plan, whole = plan_of("5..8"), plan_of()
     for index in range(50):
         expected = [
-            place
-            for place in whole.places_of(index)
+            (index, place)
+            for _, place in whole.places_of([index])
             if number(place.micro_batch) not in range(5, 9)
         ]
-        assert list(plan.places_of(index)) == expected
+        assert list(plan.places_of([index])) == expected
 
 
 @pytest.mark.parametrize("val", [0, 5])
@@ -198,7 +198,5 @@ def test_steps_behind_the_checkpoint_cannot_change(skip: tuple[str, ...]) -> Non
 
 
 def test_steps_skipped_behind_a_checkpoint_are_named() -> None:
-    with pytest.raises(
-        CursorError, match=r"after step 4 .* skips the steps 2\.\.3 before"
-    ):
+    with pytest.raises(CursorError, match=r"plan\.skip before the checkpoint's step 4"):
         plan_of("2..3", "9").check(plan_of().cursor_at(4))

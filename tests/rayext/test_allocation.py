@@ -230,7 +230,7 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
 
 
 def test_elastic_trainers_need_cpus_for_the_fewest_of_them() -> None:
-    elastic = TrainConfig(num_workers=4, min_workers=1, cpus_per_worker=1.0)
+    elastic = TrainConfig(num_workers=(1, 4), cpus_per_worker=1.0)
     assert share(idle(2), elastic, 4) == Allocation(
         4, False, 1.0, max_actors=1, min_workers=1
     )
@@ -241,32 +241,23 @@ def test_elastic_trainers_need_cpus_for_the_fewest_of_them() -> None:
         ResourceError,
         match=r"2 trainers and 1 transform actor need 3 CPUs \(2 x 1 \+ 1 x 1\)",
     ):
-        share(
-            idle(2), TrainConfig(num_workers=4, min_workers=2, cpus_per_worker=1.0), 4
-        )
+        share(idle(2), TrainConfig(num_workers=(2, 4), cpus_per_worker=1.0), 4)
 
 
 def test_elastic_trainers_start_with_the_gpus_that_are_there() -> None:
-    elastic = TrainConfig(num_workers=4, min_workers=2)
+    elastic = TrainConfig(num_workers=(2, 4))
     assert share(idle(16, 2), elastic, 4) == Allocation(
         4, True, 1.0, max_actors=12, min_workers=2
     )
     with pytest.raises(
         ResourceError,
-        match=r"2 trainers need 2 GPUs, but the cluster has 1: set train\.min_workers=1",
+        match=r"2 trainers need 2 GPUs, but the cluster has 1: set train\.num_workers=1",
     ):
         share(idle(16, 1), elastic, 4)
 
 
 def test_as_few_workers_as_there_may_be_at_most_are_not_elastic() -> None:
-    assert share(idle(8), TrainConfig(num_workers=2, min_workers=2), 4).min_workers == 0
-
-
-def test_more_workers_at_least_than_at_most_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.min_workers=4 exceeds the 2 workers"
-    ):
-        share(idle(8), TrainConfig(num_workers=2, min_workers=4), 4)
+    assert share(idle(8), TrainConfig(num_workers=(2, 2)), 4).min_workers == 0
 
 
 # What the autoscaler may add

@@ -160,6 +160,7 @@ def test_all_files_together_stay_within_the_limit(folder: Path) -> None:
         reserve(file, 600_000, "the first")
         with refused:  # before anything of the first is written
             open_shared("other", large)
+        file.write(b"x")
 
     open_shared("key", with_another)
     one = open_shared("key", large)

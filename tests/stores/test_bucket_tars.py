@@ -28,9 +28,7 @@ from raypipe.stores.tar import TarStore
 from raypipe.streaming.spec import StreamSpec
 
 NUM_TARS, PER_TAR = 4, 12
-PLAN = PlanConfig(
-    epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, window_groups=3
-)
+PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, shuffle=3)
 GROUP = 8000
 """Bytes of a group: 4 or 5 images."""
 
@@ -141,7 +139,7 @@ def test_all_processes_and_threads_of_a_node_share_a_part(
         == found[2]
         == open_store(tars[0]).read(indices)["image"]
     )
-    local_cache._caches.clear()  # as in another process
+    local_cache._cache_of.cache_clear()  # as in another process
     assert pickle.loads(pickle.dumps(store)).read(indices)["image"] == found[0]
     assert (
         sent(proxy)

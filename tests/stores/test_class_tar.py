@@ -11,8 +11,6 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import is_class
-from raypipe.stores.folder import FolderStore
 from raypipe.stores.tar import TarStore
 
 
@@ -34,35 +32,6 @@ def make(path: Path, *members: str | tuple[str, bytes | None]) -> TarStore:
 
 def images_of(store: TarStore) -> list[bytes]:
     return store.read(np.arange(len(store)))["image"]
-
-
-def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
-    names = [
-        "b/1.JPG",
-        "a-b/1.png",
-        "a/x.webp",
-        "b/0/z.jpeg",
-        "a/X.png",
-        "a/1.2.png",
-        "a/1.3.png",
-    ]
-    for name in names:
-        file = tmp_path / "root" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(name.encode())
-    folder = FolderStore(tmp_path / "root")
-    store = make(
-        tmp_path / "a.tar",
-        *names,
-        "root.png",
-        "a/notes.txt",
-        "a/.hidden.png",
-        "../evil.png",
-    )
-    assert store.classes == folder.classes == ("a", "a-b", "b") and is_class(store)
-    samples, expected = store.read(np.arange(7)), folder.read(np.arange(7))
-    assert samples["image"] == expected["image"]
-    assert samples["label"].tolist() == expected["label"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +87,14 @@ def test_the_classes_of_several_tars_are_those_of_all(tmp_path: Path) -> None:
     assert store.classes == ("a", "b", "c")
     assert columns["image"] == [b"b/1.png", b"c/1.png", b"a/1.png", b"c/2.png"]
     assert columns["label"].tolist() == [1, 2, 0, 2]
+
+
+def test_tars_of_one_class_each_may_have_folders_within(tmp_path: Path) -> None:
+    make(tmp_path / "t-0.tar", "cat/a/1.png", "cat/b/2.png")
+    make(tmp_path / "t-1.tar", "dog/x/1.png", "dog/y/2.png")
+    store = open_store(tmp_path / "t-{0..1}.tar")
+    assert store.classes == ("cat", "dog")
+    assert store.read(np.arange(4))["label"].tolist() == [0, 0, 1, 1]
 
 
 def test_arrays_are_samples_where_there_is_no_image(tmp_path: Path) -> None:

@@ -290,17 +290,6 @@ def test_forks(tmp_path: Path) -> None:
     assert store.read(np.array([5]))["label"].tolist() == [5]
 
 
-@pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])
-def test_writer_grows_its_map(
-    tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypipe.stores.writers._FIRST_MAP_BYTES", 64 << 10)
-    path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes)
-    batch = LMDBStore(path).read(np.arange(300))
-    assert batch["label"].tolist() == list(range(300))
-    assert batch["image"] == [bytes([i % 256]) * num_bytes for i in range(300)]
-
-
 def test_writer_writes_equal_files(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.lmdb"), write(tmp_path / "b.lmdb")
     assert first.read_bytes() == second.read_bytes()

@@ -166,7 +166,5 @@ def test_stores_of_several_dtypes_are_joined_without_a_change() -> None:
         0.5,
         3,
     ]
-    with pytest.raises(
-        StoreError, match=r"column 'a' as float64 has the number 9007199254740993"
-    ):
+    with pytest.raises(StoreError, match=r"column 'a' .*the number 9007199254740993"):
         joined(0.5, (1 << 53) + 1)

@@ -58,7 +58,7 @@ def spec_of(
     store: Any, train: Any = "none", val: Any = None, **settings: Any
 ) -> StreamSpec:
     config = TransformConfig(
-        **{"decode_as": "array", "train": "none", "size": 16} | settings
+        **{"decode": "array", "train": "none", "size": 16} | settings
     )
     plan = PlanConfig(epochs=1, micro_batch_size=4, val_interval=int(val is not None))
     return open_stream(
@@ -121,7 +121,7 @@ def test_uint8_rgb_as_an_array_has_the_pixels_and_digests_of_rgb() -> None:
     store = MemoryStore([picture(i) for i in range(NUM)], [0] * NUM)
     for train in ("center", "flip-crop", "small"):
         as_array, as_rgb = (
-            spec_of(store, train=train, decode_as=how) for how in ("array", "rgb")
+            spec_of(store, train=train, decode=how) for how in ("array", "cpu")
         )
         assert without_ray.digests(as_array) == without_ray.digests(as_rgb)
 
@@ -204,7 +204,9 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
     ]
     masked = MemoryStore(store._images, [0] * NUM, columns={"mask": masks})
     batch = next(
-        without_ray.host_batches(spec_of(masked, train="resize", mask_column="mask"))
+        without_ray.host_batches(
+            spec_of(masked, train="resize", targets={"mask": "mask"})
+        )
     )
     assert batch["mask"].shape == (4, 16, 16) and batch["image"].shape == (4, 16, 16, 4)
 
@@ -225,12 +227,12 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
         (
             {"apply_exif": True},
             {},
-            r"transform\.apply_exif must be False with transform\.decode_as='array'",
+            r"transform\.apply_exif must be False with transform\.decode='array'",
         ),
         (
             {"train": "heavy"},
             {},
-            r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'",
+            r"preset 'heavy' needs uint8 RGB, and transform\.decode is 'array'",
         ),
         ({"train": "randaugment"}, {}, r"preset 'randaugment' needs uint8 RGB"),
         ({"train": "dino"}, {}, r"preset 'dino' needs uint8 RGB"),
@@ -245,7 +247,7 @@ def test_what_needs_rgb_is_refused_by_both_settings(
     settings: Any, pool: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        config = TransformConfig(decode_as="array", **settings)
+        config = TransformConfig(decode="array", **settings)
         open_stream(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
 
 
@@ -414,7 +416,7 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
 def test_an_array_is_previewed(tmp_path: Path) -> None:
     plan, transform = (
         PlanConfig(micro_batch_size=4),
-        TransformConfig(decode_as="array", train="light", size=8),
+        TransformConfig(decode="array", train="light", size=8),
     )
     found = preview(
         open_stream(store_of("uint16", 4), plan=plan, transform=transform),

@@ -60,7 +60,7 @@ def test_masks_go_with_images_of_each_shape() -> None:
         )
     ]
     train = pictures(40, seg=masks)
-    transform = TransformConfig(train="light", size=8, mask_column="seg")
+    transform = TransformConfig(train="light", size=8, targets={"mask": "seg"})
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
     spec = open_stream(train, plan=plan, transform=transform)
     maker = MicroBatchMaker(spec)

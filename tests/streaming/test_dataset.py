@@ -110,7 +110,7 @@ def test_streaming_split_gives_each_rank_its_micro_batches(
     import ray
 
     # a reader reads its groups
-    spec = spec_of(stores, "parquet", plan=replace(PLAN, window_groups=3), **CORNERS)
+    spec = spec_of(stores, "parquet", plan=replace(PLAN, shuffle=3), **CORNERS)
     dataset = raypipe.dataset(spec, epoch=None, channels_first=True)
     splits = dataset.streaming_split(2, equal=True)
     with ThreadPoolExecutor(2) as pool:

@@ -52,7 +52,7 @@ def store() -> MemoryStore:
 
 def content(transform: Any, **config: Any) -> SampleMaker:
     return SampleMaker(
-        transform, TransformConfig(size=128, keypoints_column="joints", **config)
+        transform, TransformConfig(size=128, targets={"keypoints": "joints"}, **config)
     )
 
 
@@ -101,7 +101,7 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
         store(),
         plan=PlanConfig(epochs=2, micro_batch_size=4),
         transform=TransformConfig(
-            size=32, **{"keypoints_column": "joints", "max_targets": 5, **config}
+            size=32, **{"targets": {"keypoints": "joints"}, "max_targets": 5, **config}
         ),
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
@@ -109,7 +109,7 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
 
 
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
-    for config, has_columns in (({}, True), ({"keypoints_column": ""}, False)):
+    for config, has_columns in (({}, True), ({"targets": {}}, False)):
         spec = spec_of(**config)
         source = MicroBatchSource(
             spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted
@@ -125,12 +125,12 @@ def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
         next(without_ray.host_batches(spec_of(max_targets=2)))
     with pytest.raises(
         ConfigError,
-        match=r"transform\.keypoints_column needs an albumentations\.Compose or .*, and the transform is",
+        match=r"transform\.targets\.keypoints needs an albumentations\.Compose or .*, and the transform is",
     ):
         spec_of(lambda image: image)
     with pytest.raises(
-        ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"
+        ConfigError, match=r"no column 'elbows' for transform\.targets\.keypoints"
     ):
-        spec_of(keypoints_column="elbows")
+        spec_of(targets={"keypoints": "elbows"})
     with pytest.raises(ConfigError, match="mixes images, not masks and the like"):
         loader(spec_of(), augment=AugmentConfig(mixup_alpha=0.2))

@@ -79,7 +79,7 @@ def folds(stores: Stores) -> StreamSpec:
 
 
 def row_groups(stores: Stores) -> StreamSpec:
-    return spec_of(stores, "parquet", plan=replace(PLAN, epochs=1, window_groups=3))
+    return spec_of(stores, "parquet", plan=replace(PLAN, epochs=1, shuffle=3))
 
 
 def growing_blocks(stores: Stores) -> StreamSpec:

@@ -27,7 +27,6 @@ from raypipe.errors import (
 )
 from raypipe.rayext.allocation import preflight
 from raypipe.rayext.iteration import begun
-from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import iterate_digests
 from raypipe.streaming.hashes import batch_hash
@@ -123,45 +122,6 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
         for rank in range(len(ranks)):
             end_actors(supervisor, iterators, rank, len(iterators))
     wait_for_end(before)
-
-
-def test_the_digest_depends_on_the_seed(stores: dict[str, Path]) -> None:
-    one, other = (
-        set(
-            without_ray.digests(
-                spec_of(stores, plan=dataclasses.replace(PLAN, seed=seed))
-            )
-        )
-        for seed in (5, 6)
-    )
-    # the validations are equal
-    assert len(one) == len(other) == 2 * 12 + 4 and len(one & other) == 4
-
-
-def test_training_samples_come_at_most_once_and_validations_once(
-    stores: dict[str, Path],
-) -> None:
-    spec = spec_of(stores)
-    labels = open_store(stores["train"]).read(np.arange(100), ("label",))["label"]
-    seen: dict[tuple[str, int], list[int]] = {}
-    for batch in without_ray.host_batches(spec):
-        real = batch.weight > 0
-        seen.setdefault((batch.position.split, batch.position.epoch), []).extend(
-            batch.index[real].tolist()
-        )
-        assert batch["image"].dtype == np.uint8 and batch["image"].shape == (
-            8,
-            24,
-            24,
-            3,
-        )
-        assert not batch["image"][~real].any()
-        if batch.position.split == "train":
-            assert np.array_equal(batch["label"], labels[batch.index])
-    for epoch in (0, 1):
-        assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
-        assert seen["val", epoch] == list(range(22))
-    assert seen["train", 0] != seen["train", 1]
 
 
 def test_a_dataset_has_rows_of_blocks_of_micro_batches(stores: dict[str, Path]) -> None:

@@ -66,7 +66,7 @@ def _each_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan_of(store: MemoryStore) -> Plan:
-    config = PlanConfig(epochs=2, micro_batch_size=2, window_groups=PER_WINDOW)
+    config = PlanConfig(epochs=2, micro_batch_size=2, shuffle=PER_WINDOW)
     return make_plan(config, store)
 
 

@@ -167,9 +167,8 @@ def test_state_beside_the_key_is_an_error_that_names_the_transform(name: str) ->
     spec = spec_of(IMPURE[name])
     with pytest.raises(
         ConfigError, match=r"transform\.train is a \w+, which does not make the same"
-    ) as caught:
+    ):
         list(inline_batches(spec, spec.plan.start()))
-    assert ("twice in a row" in str(caught.value)) == (name != "first image")
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -216,7 +215,7 @@ def test_targets_and_padding_are_compared_by_their_fields() -> None:
     spec = open_stream(
         boxes,
         plan=PlanConfig(epochs=1, micro_batch_size=4),
-        transform=TransformConfig(boxes_column="b", max_targets=3),
+        transform=TransformConfig(targets={"boxes": "b"}, max_targets=3),
         train_transform=A.Compose(
             [A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]
         ),

@@ -26,11 +26,10 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import iterate_digests, plain_settings
+from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream, renamed, spec_of
-from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
@@ -279,7 +278,7 @@ def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
     }
     masks = {
         "columns": (),
-        "transform": dataclasses.replace(TRANSFORM, mask_column="caption"),
+        "transform": dataclasses.replace(TRANSFORM, targets={"mask": "caption"}),
     }
     for options in ({"columns": ()}, {"columns": ["caption"]}, making, masks):
         for given in (path, raypipe.open_store(path)):
@@ -475,23 +474,3 @@ def test_the_settings_of_a_digest_name_the_columns() -> None:
         spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1
     )
     assert found["column.caption"] == "text"
-
-
-@pytest.mark.soak  # above, rows go through Ray's blocks; here, through all of Ray
-@pytest.mark.cluster
-@pytest.mark.usefixtures("one_cpu")
-@pytest.mark.parametrize("group_size", [None, 5])
-def test_a_stream_on_ray_has_the_digests_of_this_process(
-    group_size: int | None,
-) -> None:
-    def shortened(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        return {**columns, "caption": columns["caption"][: rng.integers(20)]}
-
-    made = spec(
-        store(np.arange(NUM) / 2, group_size=group_size),
-        make_columns=shortened,
-        pool=PoolConfig(micro_batches_per_block=2),
-    )
-    start = made.plan.start()
-    found = iterate_digests(made.plan, start, splits(made, start, max_actors=1))
-    assert [each.digest for each in found] == digests(made)

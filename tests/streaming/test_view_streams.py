@@ -157,9 +157,9 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(
         ):
             loader(spec, augment=AugmentConfig(**{name: 0.2}))
     with pytest.raises(
-        ConfigError, match=r"transform.train makes views, and transform.mask_column"
+        ConfigError, match=r"transform.train makes views, and transform.targets.mask"
     ):
-        spec_of(stores, mask_column="seg")
+        spec_of(stores, targets={"mask": "seg"})
     with pytest.raises(
         ConfigError, match=r"transform.train makes views, and a run trains a classifier"
     ):

@@ -34,7 +34,7 @@ STORE_BYTES = 150 << 20
 ROOM_BYTES = STORE_BYTES // 10
 DISK_BYTES = 4 << 20
 _LOOK_S = 0.25
-_ON_DISK = {"remember": "disk", "remember_bytes": DISK_BYTES, "max_in_flight": 12}
+_ON_DISK = {"remember": {"disk": DISK_BYTES}, "max_in_flight": 12}
 # By stream: seed, transform of the training, size, and settings of the pool. The first two are alike; the
 # validations of the last two do not fit on disk together.
 STREAMS: dict[str, tuple[int, str, int, dict[str, Any]]] = {

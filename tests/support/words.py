@@ -1,6 +1,6 @@
 """Patterns of unclear English, in the docs and in the messages, docstrings and comments of the code.
 
-    python -m tests.support.words              every match: file, line, rule, text and replacement
+    python -m tests.support.words              every match: its passage, rule, text and replacement
 
 tests/test_words.py holds the ceilings, which are in words.json and may only be lowered.
 """
@@ -12,10 +12,10 @@ import io
 import json
 import re
 import tokenize
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = Path(__file__).with_name("words.json")
@@ -35,23 +35,12 @@ _VERBS = (
 _OWNERS = "a|an|the|its|what|who|all|these|those|such|which|several"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One fault of style.
-
-    Attributes:
-        pattern: regular expression.
-        instead: replacement to suggest.
-        corpora: subset of CORPORA.
-    """
+class Rule(NamedTuple):
+    """One fault of style: a regular expression, and what to write; in some of the CORPORA."""
 
     pattern: str
     instead: str
     corpora: tuple[str, ...] = CORPORA
-    compiled: re.Pattern[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "compiled", re.compile(self.pattern))
 
 
 RULES = {
@@ -146,210 +135,111 @@ RULES = {
     ),
 }
 
+Passage = tuple[str, int, str]
+"""The corpus, the first line, and the text of a paragraph, docstring, message or block of comments."""
 
-@dataclass(frozen=True)
-class Passage:
-    """A paragraph, docstring, message or block of comments, on one line.
-
-    Attributes:
-        starts: offset in text of each source line.
-        lines: number of each source line in the file.
-    """
-
-    corpus: str
-    path: str
-    text: str
-    starts: tuple[int, ...]
-    lines: tuple[int, ...]
-
-    @classmethod
-    def join(cls, corpus: str, path: str, numbered: list[tuple[int, str]]) -> Passage:
-        """Join the source lines, without indentation and empty lines."""
-        pieces = [
-            (number, " ".join(line.split()))
-            for number, line in numbered
-            if line.strip()
-        ]
-        starts, length = [], 0
-        for _, piece in pieces:
-            starts.append(length)
-            length += len(piece) + 1
-        text = " ".join(piece for _, piece in pieces)
-        return cls(
-            corpus, path, text, tuple(starts), tuple(number for number, _ in pieces)
-        )
-
-    def line_at(self, offset: int) -> int:
-        """Return the file's line that has the character at this offset."""
-        return self.lines[bisect_right(self.starts, offset) - 1]
+PROSE = ("README.md", "llms.txt", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md")
+SOURCES = ("raypipe/**/*.py", "jobs/*.py", "raypipe/**/csrc/*.[ch]")
 
 
-@dataclass(frozen=True)
-class Match:
-    """A rule's match in a passage."""
-
-    rule: str
-    corpus: str
-    path: str
-    line: int
-    excerpt: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.rule}: …{self.excerpt}… → {RULES[self.rule].instead}"
-
-
-def matches(text: str, path: str = "", corpus: str | None = None) -> list[Match]:
-    """Return the matches in a Markdown text (corpus None, "docs") or in Python source (any other corpus)."""
-    passages = (
-        doc_passages(path, text)
-        if corpus in (None, "docs")
-        else code_passages(path, text)
-    )
-    return [match for passage in passages for match in find(passage)]
+def all_matches(root: Path = ROOT) -> dict[tuple[str, str], list[str]]:
+    """Return {(rule, corpus): lines that name each match} of the docs and the code of a checkout."""
+    found = defaultdict[tuple[str, str], list[str]](list)
+    for pattern in (*PROSE, *SOURCES):
+        for path in sorted(root.glob(pattern)):
+            for corpus, line, text in passages(path.suffix, path.read_text()):
+                place = f"{path.relative_to(root)}:{line}"
+                for name, excerpt in find(corpus, text):
+                    told = f"{place}: {name}: …{excerpt}… → {RULES[name].instead}"
+                    found[name, corpus].append(told)
+    return found
 
 
-def all_matches(root: Path = ROOT) -> list[Match]:
-    """Return the matches in the docs and the code of a checkout."""
-    docs = [
-        root / name
-        for name in ("README.md", "llms.txt", "CHANGELOG.md", "CONTRIBUTING.md")
-    ]
-    docs += sorted((root / "docs").glob("*.md"))
-    code = sorted((root / "raypipe").rglob("*.py")) + sorted(
-        (root / "jobs").glob("*.py")
-    )
-    hits = list[Match]()
-    for path in docs:
-        hits += matches(path.read_text(), str(path.relative_to(root)))
-    for path in code:
-        hits += matches(path.read_text(), str(path.relative_to(root)), "code")
-    for path in sorted((root / "raypipe").rglob("csrc/*.[ch]")):
-        hits += [
-            match
-            for passage in c_passages(str(path.relative_to(root)), path.read_text())
-            for match in find(passage)
-        ]
-    return hits
-
-
-def find(passage: Passage) -> Iterator[Match]:
-    """Yield the matches of all rules of the passage's corpus."""
+def find(corpus: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the matches of all rules of a corpus, and what is around each."""
+    joined = " ".join(text.split())
     for name, rule in RULES.items():
-        if passage.corpus in rule.corpora:
-            for match in rule.compiled.finditer(passage.text):
-                excerpt = passage.text[max(0, match.start() - 25) : match.end() + 35]
-                yield Match(
-                    name,
-                    passage.corpus,
-                    passage.path,
-                    passage.line_at(match.start()),
-                    excerpt,
-                )
+        for match in (
+            re.finditer(rule.pattern, joined) if corpus in rule.corpora else ()
+        ):
+            yield name, joined[max(0, match.start() - 25) : match.end() + 35]
 
 
-def doc_passages(path: str, text: str) -> Iterator[Passage]:
+def passages(suffix: str, text: str) -> Iterator[Passage]:
+    """Yield what is prose in a file."""
+    if suffix in (".md", ".txt"):
+        yield from _paragraphs(text)
+    elif suffix == ".py":
+        yield from _strings(text)
+        yield from _comments(text)
+    else:
+        for comment in re.finditer(r"/\*.*?\*/", text, re.DOTALL):
+            yield CSRC, text.count("\n", 0, comment.start()) + 1, comment.group()
+
+
+def _paragraphs(text: str) -> Iterator[Passage]:
     """Yield the paragraphs, list items, headings and table rows of Markdown, without code."""
-    paragraph, in_code = list[tuple[int, str]](), False
-    for number, line in enumerate(text.splitlines(), 1):
-        is_fence = line.lstrip().startswith("```")
-        if paragraph and (
-            is_fence or not line.strip() or re.match(r"\s*(?:[#|>]|[-*] |\d+\. )", line)
-        ):
-            yield Passage.join("docs", path, paragraph)
-            paragraph = []
-        in_code ^= is_fence
-        if not in_code and not is_fence and line.strip():
-            paragraph.append((number, re.sub(r"`[^`]*`", "`X`", line)))
-    if paragraph:
-        yield Passage.join("docs", path, paragraph)
+    without_code = re.sub(
+        r"^ *```.*?^ *```",
+        lambda block: "\n" * block.group().count("\n"),
+        text,
+        flags=re.M | re.S,
+    )
+    first, paragraph = 0, ""
+    for number, line in enumerate([*without_code.splitlines(), ""], 1):
+        if not line.strip() or re.match(r"\s*(?:[#|>]|[-*] |\d+\. )", line):
+            yield "docs", first, paragraph
+            first, paragraph = number, ""
+        paragraph += " " + re.sub(r"`[^`]*`", "`X`", line)
 
 
-def c_passages(path: str, source: str) -> Iterator[Passage]:
-    """Yield the comments of C source."""
-    for comment in re.finditer(r"/\*.*?\*/", source, re.DOTALL):
-        first = source.count("\n", 0, comment.start()) + 1
-        yield Passage.join(
-            CSRC, path, list(enumerate(comment.group().splitlines(), first))
-        )
-
-
-def code_passages(path: str, source: str) -> Iterator[Passage]:
-    """Yield the messages (of exceptions and log lines), docstrings and comments of Python source."""
+def _strings(source: str) -> Iterator[Passage]:
+    """Yield the messages of exceptions and log lines, and the docstrings."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             if docstring := ast.get_docstring(node):
-                numbered = list(enumerate(docstring.splitlines(), node.body[0].lineno))
-                yield Passage.join("docstrings", path, numbered)
+                yield "docstrings", node.body[0].lineno, docstring
         elif isinstance(node, ast.Raise) and node.exc:
-            yield from _message(path, node.exc)
+            yield "messages", node.lineno, _message(node.exc)
         elif (
             isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in LOG_METHODS
             and node.args
+            and getattr(node.func, "attr", "") in LOG_METHODS
         ):
-            yield from _message(path, node.args[0])
-    block, column = list[tuple[int, str]](), 0
+            yield "messages", node.lineno, _message(node.args[0])
+
+
+def _message(node: ast.expr) -> str:
+    constants = (part for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return " ".join(part.value for part in constants if isinstance(part.value, str))
+
+
+def _comments(source: str) -> Iterator[Passage]:
+    """Yield the blocks of comments that begin in one column."""
+    end, column, block = (0, 0, "")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or re.match(
-            r"# (?:noqa|type|ruff)\b", token.string
-        ):
+        if token.type != tokenize.COMMENT:
             continue
-        number, start = token.start
-        if block and (number, start) != (block[-1][0] + 1, column):
-            yield Passage.join("comments", path, block)
-            block = []
-        block, column = [*block, (number, token.string.lstrip("#"))], start
-    if block:
-        yield Passage.join("comments", path, block)
+        if re.match(r"# (?:noqa|type|ruff)\b", token.string):
+            continue
+        if token.start != (end + 1, column):
+            yield "comments", end, block
+            block = ""
+        end, column = token.start
+        block += " " + token.string.lstrip("#")
+    yield "comments", end, block
 
 
-def _message(path: str, node: ast.expr) -> Iterator[Passage]:
-    texts = [
-        (part.lineno, part.value)
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant)
-        and isinstance(part.value, str)
-        and part.value.strip()
-    ]
-    if texts:
-        yield Passage.join("messages", path, texts)
-
-
-def count(hits: list[Match]) -> dict[str, dict[str, int]]:
-    """Return {rule: {corpus: number of matches}}, without zeros."""
-    counts: dict[str, dict[str, int]] = {}
-    for match in hits:
-        of_rule = counts.setdefault(match.rule, {})
-        of_rule[match.corpus] = of_rule.get(match.corpus, 0) + 1
-    return counts
-
-
-def read_ceilings() -> dict[str, dict[str, int]]:
-    """Return {rule: {corpus: most matches}}."""
-    ceilings: dict[str, dict[str, int]] = json.loads(CEILINGS.read_text())
-    return ceilings
-
-
-def excess(hits: list[Match], ceilings: dict[str, dict[str, int]]) -> list[str]:
+def excess() -> list[str]:
     """Return a line for each rule and corpus above its ceiling, followed by all of its matches."""
+    ceilings = json.loads(CEILINGS.read_text())
     lines = []
-    for rule, by_corpus in count(hits).items():
-        for corpus, number in by_corpus.items():
-            ceiling = ceilings.get(rule, {}).get(corpus, 0)
-            if number > ceiling:
-                lines.append(
-                    f"{rule} in {corpus}: {number}, at most {ceiling}. Write: {RULES[rule].instead}"
-                )
-                lines += [
-                    f"  {match}"
-                    for match in hits
-                    if (match.rule, match.corpus) == (rule, corpus)
-                ]
+    for (rule, corpus), found in all_matches().items():
+        ceiling = ceilings.get(rule, {}).get(corpus, 0)
+        if len(found) > ceiling:
+            lines += [f"{rule} in {corpus}: {len(found)}, at most {ceiling}", *found]
     return lines
 
 
 if __name__ == "__main__":
-    print(*all_matches(), sep="\n")
+    print(*(line for found in all_matches().values() for line in found), sep="\n")

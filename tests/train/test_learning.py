@@ -90,7 +90,7 @@ def test_schedules_without_or_with_nothing_but_warm_up() -> None:
 def test_biases_and_norms_do_not_decay(name: str) -> None:
     model = build_model("small", 10)
     optimizer = build_optimizer(
-        model, TrainConfig(optimizer=name, lr=0.1, weight_decay=0.3)
+        model, TrainConfig(optimizer={"name": name, "weight_decay": 0.3}, lr=0.1)
     )  # type: ignore[arg-type]
     decay = {
         id(p): group["weight_decay"]
@@ -106,12 +106,12 @@ def test_biases_and_norms_do_not_decay(name: str) -> None:
 
 def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
     model = nn.Linear(2, 2)
-    assert build_optimizer(model, TrainConfig(lr=0.1, momentum=0.8)).defaults[
-        "nesterov"
-    ]
-    assert not build_optimizer(model, TrainConfig(lr=0.1, momentum=0.0)).defaults[
-        "nesterov"
-    ]
+    assert build_optimizer(
+        model, TrainConfig(optimizer={"name": "sgd", "momentum": 0.8})
+    ).defaults["nesterov"]
+    assert not build_optimizer(
+        model, TrainConfig(optimizer={"name": "sgd", "momentum": 0.0})
+    ).defaults["nesterov"]
 
 
 CPU = torch.device("cpu")
@@ -178,8 +178,7 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
     config = {
         "model": own("linear"),
         "loss": own("hinge"),
-        "optimizer": own("plain_sgd"),
-        "weight_decay": 0.0,
+        "optimizer": {"name": own("plain_sgd"), "weight_decay": 0.0},
     }
     first = states_of(learner(**config).parts())["model"]
     found = learn(learner(**config), range(3))
@@ -207,7 +206,12 @@ def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:
         learner(loss=own("hinge")).val_loss(logits, target), hinge(logits, target)
     )
     plain = nn.functional.cross_entropy(logits, target, reduction="none")
-    assert torch.equal(learner(label_smoothing=0.5).val_loss(logits, target), plain)
+    assert torch.equal(
+        learner(loss={"name": "cross_entropy", "label_smoothing": 0.5}).val_loss(
+            logits, target
+        ),
+        plain,
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +332,7 @@ def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
 
 
 def test_a_resume_has_the_settings_of_its_own_run() -> None:
-    resumed = learner(momentum=0.5, weight_decay=0.2)
+    resumed = learner(optimizer={"name": "sgd", "momentum": 0.5, "weight_decay": 0.2})
     resumed.load(learn(learner(), range(1)))
     groups = states_of(resumed.parts())["optimizer"]["param_groups"]
     assert [(group["momentum"], group["weight_decay"]) for group in groups] == [

@@ -45,8 +45,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     train_config = {
-        "log_samples": True,
-        "log_digest": True,
+        "log": ["samples", "digest"],
         "checkpoint_interval": 3,
         "max_grad_norm": 1.0,
         "ema_decay": 0.9,

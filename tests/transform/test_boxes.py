@@ -46,7 +46,7 @@ def test_boxes_beside_their_labels_are_those_of_one_list(layout: str) -> None:
     by_corner = layouts([row[:4] for row in CORNERS], [3, 0])[layout]
     assert np.array_equal(decode_boxes(by_size, (10, 10), "xywh"), expected)
     assert np.array_equal(decode_boxes(by_corner, (10, 10), "xyxy"), expected)
-    with pytest.raises(ConfigError, match=r"set transform\.boxes_format to 'xywh'"):
+    with pytest.raises(ConfigError, match=r"set transform\.targets\.boxes_xywh"):
         decode_boxes(by_size, (10, 10))
     flat = [[*box, label] for box, label in zip(SIZES, [3, 0], strict=True)]
     assert np.array_equal(decode_boxes(flat, (10, 10), "xywh"), expected)

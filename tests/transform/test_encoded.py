@@ -102,13 +102,6 @@ def test_what_needs_pixels_is_named_with_its_remedy(transform: Any, part: str) -
         SampleMaker(transform, DEVICE)
 
 
-def test_arrays_are_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match=r"transform.decode_as .*transform.decode='device'"
-    ):
-        TransformConfig(decode="device", decode_as="array")
-
-
 def test_what_a_header_or_a_missing_end_shows_is_bad_at_the_actor() -> None:
     images = [saved(0)[:-400], b"no image", None, saved(1)]
     good = [(EncodedSample(saved(9), 5), 9, (1, 2))]
@@ -163,9 +156,7 @@ def test_boxes_and_masks_follow_as_on_the_cpu_road(transform: Any) -> None:
         config = TransformConfig(
             size=96,
             decode=decode,
-            mask_column="m",
-            boxes_column="b",
-            boxes_format="xyxy",
+            targets={"mask": "m", "boxes_xyxy": "b"},
         )
         samples = [EncodedSample(saved(row), row, columns) for row in range(3)]
         made.append(run(transform_of(transform, config), samples, keys_of(3))[0])

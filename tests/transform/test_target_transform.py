@@ -58,8 +58,7 @@ def both(
 ) -> MicroBatchTransform:
     """By a user's transform, and settings of a run or options of a split."""
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
-    named = {f"{name}_column": column for name, column in columns.items()}
-    config = TransformConfig(**{"max_targets": 4} | named | options)
+    config = TransformConfig(**{"max_targets": 4, "targets": dict(columns), **options})
     return transform_of(transform, config, **of_a_split)
 
 
@@ -413,21 +412,21 @@ def test_settings_that_do_not_go_with_targets(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformConfig(mask_column="seg", **changes)
+        TransformConfig(targets={"mask": "seg"}, **changes)
 
 
 def test_stores_and_transforms_are_checked_before_anything_starts() -> None:
     store = MemoryStore([b""], [0], columns={"seg": [b""]})
-    good = TransformConfig(mask_column="seg")
+    good = TransformConfig(targets={"mask": "seg"})
     check_transforms(
         good, {"train": "light", "val": None}, {"train": store, "val": store}
     )
     with pytest.raises(
         ConfigError,
-        match=r"has no column 'objects' for transform.boxes_column; its columns are",
+        match=r"has no column 'objects' for transform.targets.boxes; its columns are",
     ):
         check_transforms(
-            TransformConfig(boxes_column="objects"),
+            TransformConfig(targets={"boxes": "objects"}),
             {"train": "light"},
             {"train": store},
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -50,18 +49,14 @@ def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
 
 
 def test_each_target_has_a_setting_that_names_its_column() -> None:
-    columns = {
-        field.name
-        for field in dataclasses.fields(TransformConfig)
-        if field.name.endswith("_column")
-    }
-    assert columns == {f"{name}_column" for name in TARGETS}
-    settings: dict[str, Any] = {name: f"of {name}" for name in columns}
-    named = TransformConfig(**settings).target_columns
-    assert named == {name: f"of {name}_column" for name in TARGETS} and [*named] == [
-        *TARGETS
-    ]
-    assert TransformConfig().target_columns == {}
+    targets = {name: f"of {name}" for name in reversed(TARGETS)}
+    named = TransformConfig(targets=targets).target_columns
+    assert named == targets and [*named] == [*TARGETS]
+    by_size = TransformConfig(targets={"boxes_xywh": "b"})
+    assert (by_size.target_columns, by_size.boxes_format) == ({"boxes": "b"}, "xywh")
+    for wrong in ({"box": "b"}, {"boxes": "b", "boxes_xywh": "b"}):
+        with pytest.raises(ConfigError, match=r"transform\.targets must be columns"):
+            TransformConfig(targets=wrong)
 
 
 # Masks

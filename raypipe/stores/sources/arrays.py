@@ -39,6 +39,10 @@ _CHANNELS = (1, 3)
 _MAX_ROWS = 1024
 
 
+def _unread(start: int, stop: int) -> Any:
+    raise AssertionError("arrays of other kinds are not read")
+
+
 @dataclass(frozen=True)
 class ArrayRows:
     """An array of a file.
@@ -52,8 +56,8 @@ class ArrayRows:
 
     kind: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
-    read: Callable[[int, int], Any]
+    dtype: np.dtype[Any] | None = None
+    read: Callable[[int, int], Any] = _unread
 
     @property
     def num(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
 from raypipe.storage.read_limit import check_read
@@ -64,7 +63,7 @@ def _rows(h5py: Any, dataset: Any) -> ArrayRows:
     shape = dataset.shape or ()
     text = h5py.check_string_dtype(dtype)
     if dataset.is_virtual or dataset.external:
-        return ArrayRows("in other files", shape, None, _unread)
+        return ArrayRows("in other files", shape)
     if text is not None and len(shape) == 1:
         kind = "bytes" if text.encoding == "ascii" else "text"
         return ArrayRows(kind, shape, None, lambda start, stop: dataset[start:stop])
@@ -81,8 +80,4 @@ def _rows(h5py: Any, dataset: Any) -> ArrayRows:
         return ArrayRows(
             "numbers", shape, dtype, lambda start, stop: dataset[start:stop]
         )
-    return ArrayRows(f"{dtype} values", shape, None, _unread)
-
-
-def _unread(start: int, stop: int) -> Any:
-    raise StoreError("values that raypipe does not read")
+    return ArrayRows(f"{dtype} values", shape)

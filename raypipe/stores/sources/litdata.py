@@ -31,15 +31,7 @@ from raypipe.stores.sources.shards import (
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")
-_FRAME = np.dtype(
-    [
-        ("first", "<u4"),
-        ("num", "<u4"),
-        ("place", "<u8"),
-        ("packed", "<u4"),
-        ("unpacked", "<u4"),
-    ]
-)
+_FRAME = struct.Struct("<8xQII")
 
 
 def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
@@ -104,23 +96,16 @@ def _of_frames(where: str, packed: bytes) -> bytes:
             f"it begins with {magic!r}, version {version}, not {_FRAMES_MAGIC!r}, version 1"
         )
     offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
-    frames = np.frombuffer(
-        packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes
-    )
-    num_bytes = int(frames["unpacked"].sum(dtype=np.int64))
+    first = _FRAMES_HEAD.size + offsets.nbytes
+    table_of_frames = packed[first : first + num_frames * _FRAME.size]
+    frames = list(_FRAME.iter_unpack(table_of_frames))
+    num_bytes = sum(num_unpacked for _, _, num_unpacked in frames)
     check_read(where, num_bytes, len(packed), "write smaller chunks")
     table = np.concatenate(
         [[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)]
     )
     parts = [table.astype("<u4").tobytes()]
-    for frame in frames:
-        start = int(frame["place"])
-        parts.append(
-            unpacked(
-                where,
-                packed[start : start + int(frame["packed"])],
-                "zstd",
-                int(frame["unpacked"]),
-            )
-        )
+    for start, num_packed, num_unpacked in frames:
+        frame = packed[start : start + num_packed]
+        parts.append(unpacked(where, frame, "zstd", num_unpacked))
     return b"".join(parts)

@@ -43,24 +43,20 @@ def _rows(address: str, name: str, file: Any) -> ArrayRows:
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in readers:
-        return ArrayRows(
-            "named fields", (), None, partial(_values, file, np.dtype("u1"), ())
-        )
+        return ArrayRows("named fields", ())
     shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     read = partial(_values, file, dtype, shape[1:])
     if dtype.hasobject:
-        return ArrayRows("a pickle", shape, None, read)
+        return ArrayRows("a pickle", shape)
     if fortran and len(shape) > 1:
         return ArrayRows(
             "stored with the first axis innermost (save np.ascontiguousarray of it)",
             shape,
-            None,
-            read,
         )
     if dtype.kind == "U":
         if len(shape) == 1:
             return ArrayRows("text", shape, dtype, read)
-        return ArrayRows("text in rows", shape, None, read)
+        return ArrayRows("text in rows", shape)
     if dtype.kind == "S" and len(shape) == 1:
         return ArrayRows("bytes", shape, dtype, read)
     return ArrayRows(

@@ -16,6 +16,7 @@ Pickles are programs, so they are not opened.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -35,6 +36,7 @@ from raypipe.stores.base import RENAMED
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     Asked,
+    explained,
     opened,
     others,
     size_of,
@@ -155,29 +157,22 @@ def samples_in(
         sizes: fixed size of each value; None = each sample has it before its values.
     """
     offsets = _offsets(name, num_samples, content)
-    num_sizes = sizes.count(None)
-    for number in range(num_samples):
-        start, end = offsets[number : number + 2].tolist()
-        stored: list[int] = []
-        if start <= end:
-            head = content[start : start + 4 * num_sizes]
-            stored = np.frombuffer(head, "<u4").tolist()
-        next_stored = iter(stored)
-        every = [next(next_stored, -1) if size is None else size for size in sizes]
-        begins = np.cumsum([start + 4 * num_sizes, *every]).tolist()
-        if len(stored) != num_sizes or begins[-1] != end:
+    head = struct.Struct(f"<{sizes.count(None)}I")
+    for number, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        begins = [start + head.size]
+        if begins[0] <= min(end, len(content)):
+            stored = iter(head.unpack_from(content, start))
+            every = (next(stored) if size is None else size for size in sizes)
+            begins = list(itertools.accumulate(every, initial=begins[0]))
+        if begins[-1] != end:
             raise StoreError(
-                f"{name} is damaged: sample {number} has values of {every} bytes; copy it again"
+                f"{name} is damaged: sample {number} has values of other sizes; copy it again"
             )
         sample = {}
         for column, (position, decode) in values.items():
             data = content[begins[position] : begins[position + 1]]
-            try:
+            with explained(f"{name}, sample {number}: the value for {column!r}"):
                 sample[column] = decode(data)
-            except Exception as error:  # half a dozen types
-                raise StoreError(
-                    f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
-                ) from None
         yield sample
 
 

@@ -80,12 +80,7 @@ def _rows(torch: Any, tensor: Any) -> ArrayRows:
         or tensor.dtype == torch.bfloat16
         or tensor.is_complex()
     ):
-        return ArrayRows(
-            f"{tensor.dtype} in the layout {tensor.layout}",
-            shape,
-            None,
-            lambda start, stop: None,
-        )
+        return ArrayRows(f"{tensor.dtype} in the layout {tensor.layout}", shape)
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     return ArrayRows(
         "numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy()

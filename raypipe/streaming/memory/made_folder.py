@@ -198,23 +198,23 @@ def open_folder(pool: PoolConfig, num_bytes: int | None = None) -> Folder | None
     """Return the folder of a pool's settings; None = nothing is remembered.
 
     Args:
-        num_bytes: limit that "auto" stands for; None = a tenth of the free space.
+        num_bytes: limit where the settings have none; None = a tenth of the free space.
     """
-    if pool.remember_bytes == 0:
+    place = pool.remember_in
+    if place == "off":
         return None
-    if pool.remember_bytes != "auto":
-        num_bytes = pool.remember_bytes
+    num_bytes = pool.remember_bytes or num_bytes
     try:
-        if pool.remember == "memory":
+        if place == "memory":
             # A process with another cache has another memory.
             of_cache = zlib.crc32(str(cache_folder()).encode())
             name = f"raypipe-{os.getuid()}-{of_cache:08x}"
             parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else cache_folder()
             return Folder(private_folder(parent, name), num_bytes)
-        if pool.remember == "disk":
+        if place == "disk":
             path = make_cache_folder("remembered")
             return Folder(path, num_bytes, keeps_passing=False)
-        return Folder(private_folder(Path(pool.remember), "remembered"), num_bytes)
+        return Folder(private_folder(Path(place), "remembered"), num_bytes)
     except OSError as error:
         logger.warning("nothing is remembered: %s", error)
         return None

@@ -82,7 +82,7 @@ class RankMemory:
             return
         with contextlib.suppress(OSError):
             if try_lock(self._descriptor):
-                if self._spec.pool.remember == "memory":
+                if self._spec.pool.remember_in == "memory":
                     shutil.rmtree(self._folder.path, ignore_errors=True)
                 else:
                     self._folder.remove_links()

@@ -178,14 +178,14 @@ def recall_of(
     """
     pool = spec.pool
     num_bytes = None
-    if pool.remember == "memory" and pool.remember_bytes == "auto":
+    ends_with_run = pool.remember_in == "memory"
+    if ends_with_run and pool.remember_bytes is None:
         node = ray.get_runtime_context().get_node_id()
         num_bytes = memory_bytes(object_store_of(node))
     folder = open_folder(pool, num_bytes)
     if folder is None:
         return None
     contents = Contents(spec, recipes, stream)
-    ends_with_run = pool.remember == "memory"
     splits = _coming_back(spec, contents, least=2 if ends_with_run else 1)
     if not ends_with_run:
         splits = frozenset(

@@ -41,7 +41,7 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import Folder, append_whole, objects_of
+from raypipe.metrics.records import RunFolder, append_whole, objects_of
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import open_input, write_synced
@@ -144,7 +144,7 @@ class DigestLog(Observer):
 
     def __init__(
         self,
-        folder: Folder | None,
+        folder: RunFolder | None,
         plan: Plan,
         record: Mapping[str, Any],
         rank: int,
@@ -314,13 +314,13 @@ def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
             return b""
 
 
-def recorded_files(folder: Folder) -> dict[tuple[int, int], str]:
+def recorded_files(folder: RunFolder) -> dict[tuple[int, int], str]:
     """The files of a folder of digests, in order: (epoch, rank) → path; empty where there is none."""
     matches = _files(folder, _FILE)
     return {(int(match[1]), int(match[2])): path for match, path in matches}
 
 
-def recorded_counts(folder: Folder) -> dict[int, dict[int, int]]:
+def recorded_counts(folder: RunFolder) -> dict[int, dict[int, int]]:
     """Return the number of lines that each rank has written: rank → epoch → number."""
     counts = dict[int, dict[int, int]]()
     for match, path in _files(folder, _COUNTS):
@@ -329,7 +329,7 @@ def recorded_counts(folder: Folder) -> dict[int, dict[int, int]]:
     return counts
 
 
-def _files(folder: Folder, name: re.Pattern[str]) -> list[tuple[re.Match[str], str]]:
+def _files(folder: RunFolder, name: re.Pattern[str]) -> list[tuple[re.Match[str], str]]:
     """The files of a folder whose names match, in order, with their paths."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
@@ -339,7 +339,7 @@ def _files(folder: Folder, name: re.Pattern[str]) -> list[tuple[re.Match[str], s
     return [(match, path) for match, path in matches if match]
 
 
-def read_epoch(folder: Folder, epoch: int, fingerprint: str) -> EpochRecord:
+def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
     """Read all ranks' record of an epoch, in a folder of digests.
 
     Args:

@@ -73,7 +73,7 @@ class StreamRecord(Section, prefix="stream."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(bool(self.parts("train")), "stores", self.stores, "of train")
+        self._require(bool(self.parts("train")), "stores", "of train")
         self.parts("val")
 
     def parts(self, split: Split) -> list[StoreRecord]:

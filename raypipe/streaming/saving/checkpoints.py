@@ -37,7 +37,7 @@ from raypipe.storage.filesystem import (
 from raypipe.storage.retries import without_retries
 
 if TYPE_CHECKING:
-    from raypipe.metrics.records import Folder
+    from raypipe.metrics.records import RunFolder
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
@@ -76,7 +76,7 @@ class Checkpoint(NamedTuple):
         return split_address(self.address)[1]
 
 
-def read_whole_checkpoint(start: Folder | Checkpoint) -> Checkpoint:
+def read_whole_checkpoint(start: RunFolder | Checkpoint) -> Checkpoint:
     """Read a checkpoint with its state, as it was written, unless it has been read already.
 
     Args:
@@ -103,7 +103,7 @@ def read_whole_checkpoint(start: Folder | Checkpoint) -> Checkpoint:
     return checkpoint._replace(state=state)
 
 
-def cursor_of(folder: Folder) -> Cursor | None:
+def cursor_of(folder: RunFolder) -> Cursor | None:
     """The place in a checkpoint, which `Loader.report` or `Loader.save` has made; None = there is none.
 
     Raises:
@@ -168,7 +168,7 @@ def write_checkpoint(
 
 
 def write_files(
-    folder: Folder,
+    folder: RunFolder,
     cursor: Cursor,
     state: bytes | memoryview,
     metrics: Mapping[str, Any],
@@ -319,7 +319,7 @@ def _place(name: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups() if match else re.findall(r"\d+", name)))
 
 
-def _look(folder: Folder) -> Checkpoint:
+def _look(folder: RunFolder) -> Checkpoint:
     """A checkpoint, without its address: manifest and cursor are as they were written, and state.pt as long."""
     try:
         content = _read(folder, _MANIFEST)
@@ -352,7 +352,7 @@ def _look(folder: Folder) -> Checkpoint:
     return Checkpoint("", cursor, metrics, expected[STATE_FILE][1], described)
 
 
-def _content(folder: Folder, name: str, digest: str) -> bytes:
+def _content(folder: RunFolder, name: str, digest: str) -> bytes:
     content = _read(folder, name)
     if _hash(content) != digest:
         raise _DamageError(
@@ -362,7 +362,9 @@ def _content(folder: Folder, name: str, digest: str) -> bytes:
 
 
 def _read(
-    folder: Folder, name: str, read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read
+    folder: RunFolder,
+    name: str,
+    read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read,
 ) -> Any:
     """Apply `read` to a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
     filesystem, path = folder

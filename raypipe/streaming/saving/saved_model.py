@@ -154,7 +154,7 @@ class SavedModel:
             size = {int(epoch): side for epoch, side in sizes.items()}
         else:
             size = sizes
-        names = ("decode", "decode_as", "apply_exif")
+        names = ("decode", "apply_exif")
         kept = {name: self.settings[name] for name in names if name in self.settings}
         return SampleMaker(val, TransformConfig(size=size, **kept))
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import Folder
+from raypipe.metrics.records import RunFolder
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.saving.checkpoints import write_files
@@ -146,7 +146,7 @@ def kept_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def latest_of_train() -> Folder | None:
+def latest_of_train() -> RunFolder | None:
     """Ray Train's latest checkpoint; None = it has none, or this process is not a worker of its."""
     if "ray.train" not in sys.modules:
         # a train function's process has it; others need not wait 2 s for it
@@ -178,14 +178,11 @@ def restore(parts: Parts, state: Mapping[str, Any], path: str) -> None:
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
+            # torch's error names every parameter of a model
+            beginning = textwrap.shorten(str(error), 400, placeholder=" …")
             raise ConfigError(
-                f"{name} in {path} does not fit this one: {shortened(error)}"
+                f"{name} in {path} does not fit this one: {beginning}"
             ) from error
-
-
-def shortened(error: Exception) -> str:
-    """The beginning of an error, since torch's names every parameter of a model."""
-    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _unwrapped(model: Any) -> Any:

@@ -77,8 +77,8 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
 
 
 def decoder_of(config: TransformConfig) -> Callable[[bytes], np.ndarray]:
-    """The decoder of a stream: to uint8 RGB, or with `transform.decode_as: array` as images are stored."""
-    if config.decode_as == "array":
+    """The decoder of a stream: to uint8 RGB, or with `transform.decode: array` as images are stored."""
+    if config.decode == "array":
         return decode_array
     return functools.partial(decode, exif=config.apply_exif)
 

@@ -48,7 +48,7 @@ _SAMPLE_FORMAT = 339
 _WHITE_IS_ZERO = 0
 _BIG_MOTOROLA = b"MM\0+"
 _SIGNED = 2
-_OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode_as='array'"
+_OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode='array'"
 
 
 def decode(
@@ -158,7 +158,7 @@ def _guess(data: bytes) -> str:
     if data.lstrip()[:1] in (b"<", b"{"):
         return " (text: HTML, XML or JSON, such as a failed download leaves)"
     if data.startswith(NPY):
-        return " (an array of numpy's: set transform.decode_as='array')"
+        return " (an array of numpy's: set transform.decode='array')"
     return ""
 
 

@@ -263,7 +263,7 @@ def test_each_setting_has_its_folder(
     assert paths[str(tmp_path / "shared")] == tmp_path / "shared" / "remembered"
     paths["memory"].chmod(0o777)
     assert open_folder(PoolConfig()) is None
-    assert open_folder(PoolConfig(remember="disk", remember_bytes=0)) is None
+    assert open_folder(PoolConfig(remember={"disk": 0})) is None
     with pytest.raises(ConfigError, match="whole path"):
         PoolConfig(remember="relative")
 

@@ -53,9 +53,7 @@ def spec_of(
         store,
         plan=PlanConfig(**{**order, **(plan or {})}),
         transform=TransformConfig(**settings),
-        pool=PoolConfig(
-            remember=str(folder), **{"remember_bytes": 1 << 30, **(pool or {})}
-        ),
+        pool=PoolConfig(**{"remember": {str(folder): 1 << 30}, **(pool or {})}),
     )
 
 
@@ -256,7 +254,7 @@ def test_eight_trials_make_each_micro_batch_once_and_a_late_one_none(
 
 
 def test_little_room_and_a_folder_that_is_wiped_cost_no_pixel(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, pool={"remember_bytes": 3 << 20}, size=224)
+    spec = spec_of(tmp_path, pool={"remember": {str(tmp_path): 3 << 20}}, size=224)
     trials = [
         Trial(Stream(spec, str(number), leaves=number > 0)) for number in range(3)
     ]

@@ -54,8 +54,7 @@ def spec_of(
         pool=PoolConfig(
             cpus_per_actor=0.5,
             micro_batches_per_block=1,
-            remember=str(remember),
-            **pool,
+            **{"remember": str(remember), **pool},
         ),
     )
 
@@ -157,7 +156,7 @@ def kill(title: str) -> None:
 def test_a_model_is_the_same_whatever_is_remembered(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    off = trained(stores, tmp_path, remember_bytes=0)
+    off = trained(stores, tmp_path, remember="off")
     first = trained(stores, tmp_path)
     # what a run leaves, killed or not, serves the next one
     second = trained(stores, tmp_path)

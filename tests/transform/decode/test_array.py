@@ -321,6 +321,6 @@ def test_to_be_looked_at_an_array_needs_no_setting() -> None:
     with pytest.raises(SampleError, match=r"truncated \.npy"):
         decode_any(npy(array)[:-1])
     with pytest.raises(
-        SampleError, match=r"an array of numpy's: set transform\.decode_as='array'"
+        SampleError, match=r"an array of numpy's: set transform\.decode='array'"
     ):
         decode(npy(array))

@@ -176,7 +176,7 @@ class PooledStream(Iterator[MicroBatch]):
             end_actors(self.supervisor, self._iterators, self._rank, self._world_size)
         for call in self.on_end:
             call()
-        # an execution is to be collected once it has ended, and so is what has opened this
+        # an execution is to be collected once it has ended, like the objects that have opened it
         self.on_end = []
         self._start_pool = lambda stream: []
         self._iterators = []

@@ -100,7 +100,7 @@ def stream(stores: dict[str, Path], head_start: int, **changes: Any) -> StreamSp
         str(stores["train"]),
         str(stores["val"]),
         plan=PLAN,
-        pool=PoolConfig(head_start=head_start, remember_bytes=0),
+        pool=PoolConfig(head_start=head_start),
         **options | changes,
     )
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,22 +81,17 @@ class StageTimes:
     remembered: int = 0
 
     def __add__(self, times: StageTimes) -> StageTimes:
-        return replace(
-            self,
-            **{
-                f.name: getattr(self, f.name) + getattr(times, f.name)
-                for f in fields(self)
-            },
-        )
+        return self._with(times, 1)
 
     def __sub__(self, times: StageTimes) -> StageTimes:
-        return replace(
-            self,
-            **{
-                f.name: getattr(self, f.name) - getattr(times, f.name)
-                for f in fields(self)
-            },
-        )
+        return self._with(times, -1)
+
+    def _with(self, times: StageTimes, sign: int) -> StageTimes:
+        sums = {
+            name: amount + sign * getattr(times, name)
+            for name, amount in vars(self).items()
+        }
+        return StageTimes(**sums)
 
     @property
     def step_s(self) -> float:

@@ -153,7 +153,7 @@ class Shuffle:
     Args:
         kind: "off", "global" or "window".
         size: N.
-        seed: of the keys.
+        seed: the seed of the keys.
         groups: offsets, int64 (num_groups + 1,), from 0 to N; for windows.
         window_groups: k; 0 = as many as `default_window_groups` says.
     """

@@ -1,4 +1,4 @@
-"""Limits of bytes: of the memory of a read, for any size that the file declares, and those that variables set.
+"""Limits in bytes: the memory that one read may take, whatever size the file declares, and limits in variables.
 
 A file of a few bytes can declare, or unpack to, gigabytes. A reader calls `check_read` with the size of what it is
 about to read at once, before it allocates memory: a row group, a record, a shard, a chunk.

@@ -5,7 +5,7 @@ the loop's place              status.json, every few seconds, for `raypipe statu
 a request to stop             is there for the loop to see
 faults, sizes of the pool     a line and a record each
 the training                  a record every ten seconds or so; a training loop's own have its loss as well
-the end of an epoch           a record of where the time went; of the last one also a line
+the end of an epoch           a record of where the time went; the last epoch prints it too
 """
 
 from __future__ import annotations

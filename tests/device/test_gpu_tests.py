@@ -14,41 +14,12 @@ import pytest
 from raypipe.device.fused import PRESETS
 
 ROOT = Path(__file__).parents[2]
-TESTS = {
-    path.stem: path.read_text()
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-}
 SCRIPT = (ROOT / "tests" / "gpu" / "run").read_text()
 STEPS = [
     shlex.split(line.partition("step ")[2])
     for line in SCRIPT.splitlines()
     if re.match(r"(SHOWN=\d+ )?step ", line)
 ]
-
-
-def rows() -> str:
-    """The table of what was not run."""
-    return (
-        (ROOT / "benchmarks" / "results" / "gpu.md")
-        .read_text()
-        .partition("\n## What was not run\n")[2]
-    )
-
-
-def skipped_where(condition: str) -> set[str]:
-    """Tests that are skipped by a condition."""
-    found: set[str] = set()
-    for text in TESTS.values():
-        names = re.findall(
-            rf"^(\w+) = pytest.mark.skipif\({condition}", text, re.MULTILINE
-        )
-        marks = "|".join([rf"pytest\.mark\.skipif\({condition}", *names])
-        found |= set(
-            re.findall(
-                rf"^@(?:{marks}).*\n(?:@.*\n)*def (test_\w+)", text, re.MULTILINE
-            )
-        )
-    return found
 
 
 def test_the_script_ends_within_40_minutes_and_what_it_runs_is_there() -> None:
@@ -66,20 +37,6 @@ def test_the_script_ends_within_40_minutes_and_what_it_runs_is_there() -> None:
             assert (
                 "/" not in word or word.startswith("$logs") or (ROOT / word).exists()
             ), word
-
-
-def test_the_page_lists_what_needs_a_gpu_and_how_to_prove_it() -> None:
-    listed = set(
-        re.findall(r"`(test_\w+)(?:\.py)?[^`]*`|tests/gpu/(test_\w+)\.py", rows())
-    )
-    names = {one or other for one, other in listed}
-    of_two_gpus = skipped_where(r"torch\.cuda\.device_count\(\) < 2")
-    assert of_two_gpus and of_two_gpus <= names
-    for row in rows().splitlines():
-        if row.startswith("| ") and not row.startswith(("| what", "| ---")):
-            assert "`" in row.rpartition(" | ")[2] or row.startswith("| **"), (
-                f"no command: {row}"
-            )
 
 
 @pytest.mark.soak

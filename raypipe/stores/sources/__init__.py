@@ -21,19 +21,12 @@ import re
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import (
-    is_remote,
-    join_address,
-    refuse_credentials,
-    split_address,
-)
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import is_remote, refuse_credentials, split_address
 from raypipe.stores.addresses import expand, folders_at, list_files, names_at
-from raypipe.stores.sources.format_source import Asked, Source
+from raypipe.stores.sources.format_source import INDEX, Asked, Source, index_at
 from raypipe.stores.sources.tfrecord import is_tfrecord
 
 __all__ = ["Asked", "Source", "kind_at", "open_source"]
@@ -66,7 +59,6 @@ _WHOLE_FOLDERS = (
     "Arrow of the datasets library",
 )
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_INDEX = "index.json"
 
 
 def open_source(address: str | Path, asked: Asked = Asked()) -> Source | None:  # noqa: B008  it cannot change
@@ -88,8 +80,6 @@ def open_source(address: str | Path, asked: Asked = Asked()) -> Source | None:  
     name = _SOURCES[kind]
     module = import_module(f"raypipe.stores.sources.{name}")
     make: Callable[..., Source] = getattr(module, f"open_{name}")
-    if kind in ("MosaicML's MDS", "LitData"):
-        return make(text, asked, _index_at(text))
     return make(text, asked)
 
 
@@ -99,11 +89,7 @@ def kind_at(address: str, names: Collection[str] | None = None) -> str:
     Args:
         names: the files in the folder, if it is one and they are known.
     """
-    if (
-        not is_remote(address)
-        and _NAMED.fullmatch(address)
-        and not Path(address).exists()
-    ):
+    if _is_named(address):
         return "samples of a function"
     name = split_address(address)[1]
     is_folder = names is not None or (not is_remote(address) and Path(address).is_dir())
@@ -130,8 +116,8 @@ def _kind_of_folder(address: str, names: Collection[str]) -> str:
     """Return the kind of a folder, by its index or its files; with class folders in it, it is a store."""
     if "dataset_dict.json" in names or any(name.endswith(".arrow") for name in names):
         return "Arrow of the datasets library"
-    if _INDEX in names:
-        index = _index_at(address)
+    if INDEX in names:
+        index = index_at(address)
         if (
             isinstance(index, dict)
             and "shards" in index
@@ -146,16 +132,15 @@ def _kind_of_folder(address: str, names: Collection[str]) -> str:
     return ""
 
 
-def _index_at(address: str) -> Any:
-    try:
-        return read_json(join_address(address, _INDEX))
-    except ConfigError as error:
-        raise StoreError(f"{error}; copy it again") from None
+def _is_named(address: str) -> bool:
+    """Return whether an address is `module:name`."""
+    is_name = not is_remote(address) and _NAMED.fullmatch(address) is not None
+    return is_name and not Path(address).exists()
 
 
 def _plain(address: str) -> str:
     """Return a local path as an absolute one, without file:// or ~."""
-    if is_remote(address) or (_NAMED.fullmatch(address) and not Path(address).exists()):
+    if is_remote(address) or _is_named(address):
         return address
     if address.startswith("file://"):
         return unquote(urlsplit(address).path)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.packages import to_install
-from raypipe.storage.files import open_input
+from raypipe.storage.files import open_input, read_json
 from raypipe.storage.filesystem import join_address, open_filesystem, split_address
 from raypipe.storage.retries import error_reason
 from raypipe.stores.base import RENAMED, ColumnValues, missing
@@ -27,6 +27,8 @@ MAX_CHUNK_BYTES = 32 << 20
 
 NUM_PROBED = 64
 """Samples that show what the columns of a format are."""
+
+INDEX = "index.json"
 
 _READ_BYTES = 1 << 20
 
@@ -97,6 +99,14 @@ def explained(where: str) -> Iterator[None]:
         raise StoreError(
             f"{where} cannot be read: {type(error).__name__}: {error_reason(error)}; copy it again"
         ) from error
+
+
+def index_at(folder: str) -> Any:
+    """Return the index of a folder of shards."""
+    try:
+        return read_json(join_address(folder, INDEX))
+    except ConfigError as error:
+        raise StoreError(f"{error}; copy it again") from None
 
 
 def size_of(file: io.BufferedReader) -> int:

@@ -21,7 +21,13 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.storage.read_limit import check_read
-from raypipe.stores.sources.format_source import Asked, Source, explained
+from raypipe.stores.sources.format_source import (
+    INDEX,
+    Asked,
+    Source,
+    explained,
+    index_at,
+)
 from raypipe.stores.sources.shards import (
     read_shard,
     samples_in,
@@ -34,10 +40,11 @@ _FRAMES_HEAD = struct.Struct("<8sHHIII")
 _FRAME = struct.Struct("<8xQII")
 
 
-def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
+def open_litdata(address: str, asked: Asked) -> Source:
     """Open a folder of LitData by its index; the chunks may be in a bucket."""
-    where = join_address(address, "index.json")
+    where = join_address(address, INDEX)
     with explained(where):
+        index = index_at(address)
         config = index["config"]
         level = config.get("compression_level") or "chunk"
         if config.get("encryption"):

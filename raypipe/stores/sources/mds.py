@@ -14,7 +14,13 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
-from raypipe.stores.sources.format_source import Asked, Source, explained
+from raypipe.stores.sources.format_source import (
+    INDEX,
+    Asked,
+    Source,
+    explained,
+    index_at,
+)
 from raypipe.stores.sources.shards import (
     Value,
     array_shape,
@@ -24,10 +30,11 @@ from raypipe.stores.sources.shards import (
 )
 
 
-def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
+def open_mds(address: str, asked: Asked) -> Source:
     """Open a folder of MDS by its index; the shards may be in a bucket."""
-    where = join_address(address, "index.json")
+    where = join_address(address, INDEX)
     with explained(where):
+        index = index_at(address)
         shards = index["shards"]
         if index["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
             raise StoreError(
@@ -62,7 +69,7 @@ def _samples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of all shards of a folder."""
     for shard in shards:
-        with explained(join_address(address, "index.json")):
+        with explained(join_address(address, INDEX)):
             raw = shard["raw_data"]
             packed = shard.get("zip_data")
             name = str((packed or raw)["basename"])

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 
 from raypipe import kernel
 from raypipe.errors import SampleError
-from raypipe.kernel import Op, native
+from raypipe.kernel import Op
 from raypipe.transform.decode import jpeg
 from raypipe.transform.decode.jpeg import decode_box, open_for_crop
 from raypipe.transform.decode.jpeg_header import jpeg_orientation, jpeg_size
@@ -36,8 +36,8 @@ BOX = (3, 5, 8, 9)
 
 @contextlib.contextmanager
 def simd(level: int) -> Iterator[None]:
-    module = native.module()
-    assert module is not None
+    import _raypipe_kernel as module
+
     module.set_simd(level)
     try:
         yield

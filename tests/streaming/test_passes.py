@@ -151,7 +151,7 @@ def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.cloudpickle.register_pickle_by_value(sys.modules[train_on_two.__module__])
     spec = open_stream(
         stores["train"],
         stores["val"],

@@ -19,14 +19,14 @@ import ray
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId, Split
-from raypipe.streaming import ray_stream
+from raypipe.streaming import rank_stream
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.fields import MicroBatch
 
 OPERATIONS = (
     "train",
@@ -281,16 +281,15 @@ class Program:
 def loader_of(
     spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | None
 ) -> Loader:
-    def open_at(start: Cursor, only: Any = None) -> HostStream:
-        part = dataclasses.replace(spec, plan=spec.plan.only(only)) if only else spec
-        return HostStream(inline_batches(part, start, rank, world_size))
+    def open_at(place: MicroBatchId) -> Iterator[MicroBatch]:
+        return inline_batches(spec, place, rank, world_size)
 
     return Loader(spec, open_at, rank, world_size, cursor=cursor or spec.plan.start())
 
 
 def train_on_two(config: dict[str, Any]) -> None:
     """All ranks leave each training early, and validate twice; the last validation is iterated by rank 0 alone."""
-    ray_stream._START_IMAGES = 0  # each skip is a seek
+    rank_stream._START_IMAGES = 0  # each skip is a seek
     one, seen = loader(config["spec"]), list[str]()
     reference = Reference(config["spec"], one.rank, 2)
     for epoch in one.epochs():

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -190,6 +189,8 @@ def on_device(
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
     decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None = None,
+    facts_of: Callable[[MicroBatch], Mapping[str, Any]] = lambda host: {},
+    hash_of: Callable[[MicroBatch], bytes] | None = None,
 ) -> Iterator[Batch]:
     """Micro-batches on the device: on CUDA `depth` transfers ahead, see `Ring`; on CPU as views of host memory.
 
@@ -201,57 +202,60 @@ def on_device(
         ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do; False = never: the consumer's
             thread makes a micro-batch, for a source that draws from generators that threads share, and copies it.
         decode: decodes a micro-batch's images on the device, and returns the rest of it; None = they are pixels.
+        facts_of: further attributes of a micro-batch's `Batch`, by name.
+        hash_of: the hash of a micro-batch as it comes; None = it has none.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
     images = deque[Decoded]()  # on their way, in order
-    source = batches if decode is None else _decoded(batches, decode, images)
+
+    def prepared(host: MicroBatch) -> MicroBatch:
+        if hash_of:
+            host = replace(host, stream_hash=hash_of(host))
+        if decode:
+            host, image = decode(host)
+            images.append(image)
+        return host
+
+    source = map(prepared, batches) if hash_of or decode else batches
     through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
 
-    def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        batch = _batch(host, seed_of, tensors)
-        if decode is None:
-            return batch
-        image = images.popleft()
-        hand_over(image.ready, [image.image], through.device)
-        return replace(batch, fields={IMAGE: image.image, **batch.fields})
-
-    def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
+    def made(
+        host: MicroBatch, tensors: Sequence[torch.Tensor], copied: Any = None
+    ) -> Batch:
         with pinned(through.device):
-            batch = made(host, tensors)
-        if decode is not None:  # the image is made on the current stream
-            return batch
-        return replace(batch, copied=through.copied)
+            fields = _fields(host, tensors)
+            if decode:
+                image = images.popleft()
+                hand_over(image.ready, [image.image], through.device)
+                fields = {IMAGE: image.image, **fields}
+            same = {name: getattr(host, name) for name in _SAME}
+            return Batch(
+                seed=seed_of(host.position),
+                fields=fields,
+                weight=tensors[0],
+                target_host=host[LABEL],
+                copied=copied,
+                **same,
+                **facts_of(host),
+            )
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
-            yield from starmap(of_ring, pairs)
+            for host, tensors in pairs:
+                # an image that was decoded is made on the current stream
+                yield made(host, tensors, None if decode else through.copied)
+                del host, tensors
 
     def of_host(host: MicroBatch) -> Batch:
         with pinned(through.device):
-            arrays = _arrays(host)
-            return made(host, [view(array).to(through.device) for array in arrays])
+            tensors = [view(array).to(through.device) for array in _arrays(host)]
+        return made(host, tensors)
 
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return (of_host(host) for host in source)
-
-
-def _decoded(
-    batches: Iterable[MicroBatch],
-    decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]],
-    images: deque[Decoded],
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches without their encoded images, whose pixels are appended to `images`."""
-    source = iter(batches)
-    try:
-        for host in source:
-            without_images, image = decode(host)
-            images.append(image)
-            yield without_images
-    finally:
-        getattr(source, "close", lambda: None)()
+    return map(of_host, source)
 
 
 def _arrays(host: MicroBatch) -> list[np.ndarray]:
@@ -272,13 +276,21 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
 
 
-def _batch(
-    host: MicroBatch,
-    seed_of: Callable[[MicroBatchId], int],
-    device_arrays: Sequence[torch.Tensor],
-) -> Batch:
-    """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
-    weight, *field_tensors = device_arrays
+_SAME = (
+    "position",
+    "index",
+    "num_bad",
+    "read_s",
+    "work_s",
+    "outage_s",
+    "num_remembered",
+    "stream_hash",
+)
+
+
+def _fields(host: MicroBatch, arrays: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The fields of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
+    _, *field_tensors = arrays
     tensors = dict(zip(host.arrays(), field_tensors, strict=True))
     images = images_in(tensors)
     fields: dict[str, Any] = {}
@@ -295,23 +307,4 @@ def _batch(
             fields[name] = images[name].movedim(-1, -3)
         elif name in tensors:
             fields[name] = tensors[name]
-    same = {
-        name: getattr(host, name)
-        for name in (
-            "position",
-            "index",
-            "num_bad",
-            "read_s",
-            "work_s",
-            "outage_s",
-            "num_remembered",
-            "stream_hash",
-        )
-    }
-    return Batch(
-        seed=seed_of(host.position),
-        fields=fields,
-        weight=weight,
-        target_host=host[LABEL],
-        **same,
-    )
+    return fields

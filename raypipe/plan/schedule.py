@@ -348,9 +348,12 @@ class Plan:
                 "keeps an elastic TorchTrainer at these numbers"
             )
 
-    def segments(self, cursor: Cursor) -> Iterator[Segment]:
-        """The rest of the schedule, from a cursor on."""
-        self.check(cursor)
+    def segments(self, start: Cursor | MicroBatchId) -> Iterator[Segment]:
+        """The rest of the schedule, from a cursor, or from the step of a micro-batch, on."""
+        if isinstance(start, MicroBatchId):
+            yield from self._from_place(start)
+            return
+        self.check(start)
         if self.single:
             yield self.single
             return
@@ -358,8 +361,8 @@ class Plan:
             last_step = self.config.epochs * self.steps_per_epoch
         else:
             last_step = self.end_step
-        for epoch in range(cursor.epoch, self.config.epochs):
-            first = cursor.step if epoch == cursor.epoch else 0
+        for epoch in range(start.epoch, self.config.epochs):
+            first = start.step if epoch == start.epoch else 0
             num_steps = min(
                 self.steps_per_epoch, last_step - epoch * self.steps_per_epoch
             )
@@ -371,10 +374,24 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
-        """Yield the micro-batches from a cursor on, in order, without the first `first` of them."""
+    def _from_place(self, place: MicroBatchId) -> Iterator[Segment]:
+        """The schedule from a step on; a validation may come where the schedule has none."""
+        cursor = self.cursor(place.epoch, place.step)
+        if place.split == "val":
+            yield Segment("val", place.epoch, place.step, self.val_steps)
+            cursor = self.cursor(place.epoch + 1, 0)
+        yield from self.segments(cursor)
+
+    def micro_batches(
+        self, start: Cursor | MicroBatchId, first: int = 0
+    ) -> Iterator[MicroBatchId]:
+        """Yield the micro-batches from a cursor, or from the step of a place, on, in order.
+
+        Args:
+            first: how many of them to leave out.
+        """
         per_step = self.config.per_step
-        for segment in self.segments(cursor):
+        for segment in self.segments(start):
             numbers = range(segment.num_delivered * per_step)
             for number in numbers[first:]:
                 step, micro = divmod(number, per_step)
@@ -382,6 +399,26 @@ class Plan:
                     segment.split, segment.epoch, segment.step_of(step), micro
                 )
             first = max(0, first - len(numbers))
+
+    def share(
+        self, start: Cursor | MicroBatchId, rank: int, world_size: int
+    ) -> Iterator[MicroBatchId]:
+        """Yield a rank's micro-batches: those m of each step with m mod W = its number."""
+        return (
+            place
+            for place in self.micro_batches(start)
+            if place.micro % world_size == rank
+        )
+
+    def ends_split(self, place: MicroBatchId) -> bool:
+        """Return whether a micro-batch's step is the last of its epoch's training, or of its validation."""
+        if place.split == "val":
+            return place.step + 1 == self.val_steps
+        end = self.steps_per_epoch
+        if self.end_step is not None:
+            end = min(end, self.end_step - place.epoch * end)
+        rest = self.training_of(place.epoch, place.step + 1, end)
+        return not rest.num_delivered
 
     def later(self, micro_batch: MicroBatchId, num: int) -> MicroBatchId | None:
         """Return the micro-batch that comes so many after another; None = the schedule ends before."""
@@ -399,9 +436,9 @@ class Plan:
         number = num_before * self.config.per_step + micro_batch.micro
         return next(self.micro_batches(cursor, number + num), None)
 
-    def num_micro_batches(self, cursor: Cursor) -> int:
-        """Count the micro-batches from a cursor on."""
-        steps = sum(segment.num_delivered for segment in self.segments(cursor))
+    def num_micro_batches(self, start: Cursor | MicroBatchId) -> int:
+        """Count the micro-batches from a place on, see `micro_batches`."""
+        steps = sum(segment.num_delivered for segment in self.segments(start))
         return steps * self.config.per_step
 
     def indices(self, micro_batch: MicroBatchId) -> np.ndarray:

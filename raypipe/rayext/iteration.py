@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import time
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import ray
 
 from raypipe.rayext.data_context import ours, stream_settings
 from raypipe.rayext.failures import cause_of
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 _RAY_DATA_THREAD = "iter_threaded"
 _MAKES_BATCHES = "_create_batch_iterator"
-_ASK_EVERY_S = 1.0
 _THREAD_S = 5.0  # time for a thread to finish its current call to Ray
 
 Row = dict[str, np.ndarray]
@@ -71,47 +68,6 @@ def coordinator_of(iterator: Any) -> Any:
     if isinstance(coordinator, _Begun):
         return coordinator.actor
     return coordinator
-
-
-class ExecutionWatch:
-    """Notices the failure of an execution, and the death of its actor, while nobody reads from it.
-
-    Args:
-        iterator: a rank's DataIterator. An execution in this process has no actor.
-    """
-
-    def __init__(self, iterator: Any) -> None:
-        self._coordinator = coordinator_of(iterator)
-        self._asked: Any = None
-        self._next_at = 0.0
-
-    def check(self) -> None:
-        """Ask the actor about its execution, once a second, and take its answer; never waits.
-
-        Raises:
-            RayActorError: it has died.
-            Exception: the error that has ended the execution.
-        """
-        now = time.monotonic()
-        if self._coordinator is None or now < self._next_at:
-            return
-        if self._asked is None:
-            self._asked = self._coordinator.__ray_call__.remote(_raise_failure)
-        if ray.wait([self._asked], timeout=0)[0]:
-            asked = self._asked
-            self._asked = None
-            self._next_at = now + _ASK_EVERY_S
-            ray.get(asked)
-
-
-def _raise_failure(coordinator: Any) -> None:
-    """Raise the error that has ended a coordinator's execution, in its actor; Ray Data tells only who reads."""
-    executor = coordinator._current_executor
-    places = [coordinator, *(getattr(executor, "_output_node", None) or ())]
-    for place in places:
-        for name in ("_gen_epoch_error", "_exception"):
-            if failure := getattr(place, name, None):
-                raise failure
 
 
 def stop_execution(supervisor: Any) -> None:

@@ -45,7 +45,6 @@ class Memory:
     def __init__(self) -> None:
         self.lived_before = was_restarted()
         self._key = (ray.get_runtime_context().get_actor_id() or "").encode()
-        self._writing = threading.Lock()
         self._newest = b""
         self._changed = threading.Event()
         # A thread writes, so that the actor hardly ever waits for the head.
@@ -55,25 +54,14 @@ class Memory:
         """Return what the actor's earlier process has saved; None = nothing."""
         return published(self._key.decode())
 
-    def save(self, state: Any, at_once: bool = False) -> None:
-        """Replace the memory, within moments.
-
-        Args:
-            at_once: return once the head has it.
-        """
+    def save(self, state: Any) -> None:
+        """Replace the memory, within moments."""
         self._newest = pickle.dumps(state)
-        if at_once:
-            self._put()
-        else:
-            self._changed.set()
+        self._changed.set()
 
     def _write(self) -> None:
         if self._changed.wait(_LOOK_S):
             self._changed.clear()
-            self._put()
-
-    def _put(self) -> None:
-        with self._writing:
             _ask(internal_kv._internal_kv_put, self._key, self._newest, overwrite=True)
 
 

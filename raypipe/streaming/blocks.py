@@ -9,6 +9,7 @@ that an execution serves, so that block b is for rank b mod R:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from statistics import median
@@ -35,6 +36,7 @@ _LONGEST_TASK = 1024
 _MAX_TASKS = 256
 # Blocks of a rank in one task, at least: those of the first tasks are small, so that the first batch is not late.
 _BLOCKS_OF_TASK = 8
+_NUM_MEASURED = 32
 
 
 def tasks(total: int, ranks: int) -> list[tuple[int, int]]:
@@ -82,20 +84,54 @@ def most_bytes(cpus: int, room: float) -> int:
     return int(min(MAX_BYTES, cpus * _BYTES_PER_CPU, room))
 
 
-def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) -> int:
-    """Return the largest k whose blocks stay below the limits; 1 without measurements.
+class Sizes:
+    """Sizes of the blocks of a stream's tasks, from reports of its actors about their first ones.
 
-    Args:
-        seconds, num_bytes: what some finished micro-batches took.
-        max_bytes: most bytes of a block.
+    A task that asks again, since it was restarted, gets the same sizes: its blocks must not change.
     """
-    times = list(seconds)
-    sizes = list(num_bytes)
-    if not times:
-        return 1
-    return max(
-        1,
-        int(
-            min(MAX_SECONDS / max(median(times), 1e-6), max_bytes / max(1, max(sizes)))
-        ),
-    )
+
+    def __init__(self) -> None:
+        # seconds and bytes of some finished micro-batches, by split
+        self._measured: dict[str, deque[tuple[float, int]]] = {}
+        self._sizes: dict[str, dict[Split, int]] = {}  # task → k of each split
+        self._remembered = set[Split]()
+
+    def measured(self, split: str, seconds: float, num_bytes: int) -> None:
+        """An actor has made a block: the seconds and bytes of a micro-batch."""
+        of_split = self._measured.setdefault(split, deque(maxlen=_NUM_MEASURED))
+        of_split.append((seconds, num_bytes))
+
+    def remembered(self, split: Split) -> None:
+        """Micro-batches of a split are remembered, so that later epochs need not make them."""
+        self._remembered.add(split)
+
+    def of_task(
+        self, task: str, max_size: int, max_bytes: int, max_bytes_remembered: int
+    ) -> dict[Split, int]:
+        """Return the micro-batches per block of a task, by split.
+
+        Args:
+            max_size: limit from its share.
+            max_bytes: most bytes of a block.
+            max_bytes_remembered: most bytes of a block of a split that is remembered.
+        """
+        if task not in self._sizes:
+            splits: tuple[Split, ...] = ("train", "val")
+            self._sizes[task] = {
+                split: min(max_size, self._size(split, max_bytes, max_bytes_remembered))
+                for split in splits
+            }
+        return self._sizes[task]
+
+    def _size(self, split: Split, max_bytes: int, max_bytes_remembered: int) -> int:
+        """The largest k whose blocks stay below the limits; 1 without measurements."""
+        measured = self._measured.get(split)
+        if not measured:
+            return 1
+        seconds = max(median(seconds for seconds, _ in measured), 1e-6)
+        num_bytes = max(1, *(num_bytes for _, num_bytes in measured))
+        size = max(1, int(min(MAX_SECONDS / seconds, max_bytes / num_bytes)))
+        if split in self._remembered:
+            most = max(size, max_bytes_remembered // num_bytes)
+            size = min(size * REMEMBERED_FACTOR, most)
+        return size

@@ -27,9 +27,10 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.digest import plain_settings
-from raypipe.streaming.inline import open_inline
-from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import Open, Pool
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.opened import settings_record
@@ -149,12 +150,16 @@ def loader(
         raise CursorError(f"{error}{changed}") from error
     if cursor is None and start:
         cursor = _place_of(start)
-    stream = Loader(
+    is_apart = device.type == "cuda"
+    source = _source_of(spec, rank, world_size, in_train, max_actors, is_apart)
+    return Loader(
         spec,
-        _opening(spec, rank, world_size, device, in_train, max_actors),
+        source.open_at,
         rank,
         world_size,
         device,
+        pool=source.pool,
+        draws_globally=source.draws_globally,
         cursor=cursor,
         begins=start is None or cursor is not None,
         augment=augmented,
@@ -168,7 +173,6 @@ def loader(
         trace=trace_address,
         trace_s=trace_s,
     )
-    return stream
 
 
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -219,24 +223,35 @@ def _run_folder(run_dir: str, lease: str, in_train: bool) -> _RunFolder:
     return _RunFolder(open_filesystem(checkpoints.run_uri), checkpoints)
 
 
-def _opening(
+class _Source(NamedTuple):
+    """A rank's stream in host memory, see `Loader`."""
+
+    open_at: Open
+    pool: Pool | None = None
+    draws_globally: bool = False
+
+
+def _source_of(
     spec: StreamSpec,
     rank: int,
     world_size: int,
-    device: torch.device,
     in_train: bool,
     max_actors: int | None,
-) -> Callable[..., HostStream]:
-    """Return the function that starts this rank's stream at a place, with Ray or inline."""
+    apart: bool,
+) -> _Source:
+    """The stream of a rank, made on a device, in this process, or by Ray; see `RayStreams`."""
     if spec.resident is not None:
-        return functools.partial(spec.resident.open, rank, world_size)
+        return _Source(functools.partial(spec.resident.open, rank, world_size))
     if spec.pool.engine == "inline":
-        return functools.partial(open_inline, spec, rank, world_size)
+        maker = MicroBatchMaker(spec)
+        open_at = functools.partial(
+            inline_batches, spec, rank=rank, world_size=world_size, maker=maker
+        )
+        return _Source(open_at, draws_globally=maker.draws_globally)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
 
-    is_apart = device.type == "cuda"
-    streams = RayStreams(spec, rank, world_size, in_train, max_actors, is_apart)
-    return streams.open
+    streams = RayStreams(spec, rank, world_size, in_train, max_actors, apart)
+    return _Source(streams.open, streams)
 
 
 def _start_of(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,12 +72,6 @@ def combine(digests: Iterable[bytes]) -> str:
     for digest in digests:
         combined.update(digest)
     return combined.hexdigest()
-
-
-def hashed(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield micro-batches with their hash."""
-    for batch in batches:
-        yield replace(batch, stream_hash=batch_hash(batch))
 
 
 @functools.lru_cache(maxsize=256)

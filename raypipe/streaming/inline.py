@@ -13,42 +13,21 @@ from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
-from raypipe.plan.schedule import Segment
 from raypipe.stores.in_memory import hold
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.user_code import copied
 
 
-def open_inline(
-    spec: StreamSpec,
-    rank: int,
-    world_size: int,
-    start: Cursor,
-    only: Segment | None = None,
-) -> HostStream:
-    """Open a rank's stream at a place.
-
-    Args:
-        only: the one segment that it brings; None = all from there on.
-    """
-    if only:
-        spec = replace(spec, plan=spec.plan.only(only))
-    maker = MicroBatchMaker(spec)
-    batches = inline_batches(spec, start, rank, world_size, maker)
-    return HostStream(batches, draws_globally=maker.draws_globally)
-
-
 def inline_batches(
     spec: StreamSpec,
-    cursor: Cursor,
+    start: Cursor | MicroBatchId,
     rank: int = 0,
     world_size: int = 1,
     maker: MicroBatchMaker | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches from a cursor on, made by pool.max_actors threads.
+    """Yield a rank's micro-batches from a place on, made by pool.max_actors threads.
 
     Without such threads, or if a transform draws from the process's generators, the consumer's thread makes
     them.
@@ -58,11 +37,7 @@ def inline_batches(
     """
     hold(spec.stores.values())
     maker = maker or MicroBatchMaker(spec)
-    places = (
-        position
-        for position in spec.plan.micro_batches(cursor)
-        if position.micro % world_size == rank
-    )
+    places = spec.plan.share(start, rank, world_size)
     if maker.draws_globally or not spec.pool.max_actors:
         return (maker.batch(position) for position in places)
     return _by_threads(spec, maker, places)

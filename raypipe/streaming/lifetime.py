@@ -1,4 +1,4 @@
-"""A rank's stream in host memory, and its lifetime: it ends by closing, dropping, `ray.shutdown`, or at exit."""
+"""A stream as a function of a place, and its lifetime: it ends by closing, dropping, with Ray, or at exit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from raypipe.streaming.moves import Move
+from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
@@ -19,40 +19,39 @@ GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
-class HostStream(NamedTuple):
-    """A rank's micro-batches in host memory, and the processes behind them.
+Open = Callable[[MicroBatchId], Iterator[MicroBatch]]
+"""A stream, as a function of a place: it brings a rank's share of the schedule, from the place's step on.
+
+Closing the iterator ends the stream, with all that makes it, and so does an error."""
+
+
+class Pool(Protocol):
+    """Facts about the actors that make a stream.
 
     Attributes:
-        batches: the micro-batches.
-        actors: most transform actors of the pool, if this rank knows it yet.
-        readers: returns the number of readers at one time, once Ray runs; 0 = the actors read the store.
-        stop: function that makes a thread that waits for a batch leave it.
-        draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
-            consumer's.
-        end: function that ends all processes, once the batches are closed.
-        moves: called with each move of this rank where others share the source; returns whether it leaves the
-            source, as all then do. None = no other rank shares it.
-        starts: starts the processes behind it, maybe in a thread, and calls a function with the handle of the
-            stream's supervisor and the most transform actors of the pool; None = there are no such processes.
-        needs_ray: whether Ray makes it.
-        describe: names what holds up the first batch; empty = the supervisor knows, or this process makes it.
-        has_begun: whether the pool has its CPUs, as far as it needs them for a first batch.
-        start_images: images that the source, or each of its actors, makes in the time that its start takes. A
-            skip of fewer reads on; a longer one starts the source again, behind them.
+        supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
+        actors: the most that there may be, as far as this rank knows; 0 = it does not.
+        num_readers: readers at one time; 0 = the actors read the store.
+        has_begun: whether one of them has started, or they have nothing to make.
+        on_start: called once they start, maybe by another thread.
     """
 
-    batches: Iterator[MicroBatch]
-    draws_globally: bool = False
-    actors: int = 0
-    readers: Callable[[], int] = lambda: 0
-    stop: Callable[[], None] = lambda: None
-    end: Callable[[], object] = lambda: None
-    starts: Callable[[Callable[[Any, int], None]], None] | None = None
-    needs_ray: bool = False
-    describe: Callable[[], str] = lambda: ""
-    has_begun: Callable[[], bool] = lambda: True
-    start_images: int = 0
-    moves: Callable[[Move], bool] | None = None
+    on_start: Callable[[], None]
+
+    @property
+    def supervisor(self) -> Any: ...
+
+    @property
+    def actors(self) -> int: ...
+
+    @property
+    def has_begun(self) -> bool: ...
+
+    @property
+    def num_readers(self) -> int: ...
+
+    def awaited(self) -> str:
+        """Name what holds up the first batch; empty = the Supervisor knows."""
 
 
 class Lifetime:
@@ -92,7 +91,7 @@ class Lifetime:
             from raypipe.rayext.patches import before_shutdown
 
             before_shutdown(_close_those_of_ray)
-            _of_ray[self] = None
+            _of_ray.setdefault(self, None)
 
     def has_actors(self, supervisor: Any) -> None:
         """The stream holds CPUs of the cluster from now on; the argument is its Supervisor's handle."""

@@ -40,7 +40,7 @@ from raypipe.plan.places import (
     Split,
     TrainStep,
 )
-from raypipe.plan.schedule import Segment
+from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.agreement import Agreement, in_train_function
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.section import check
@@ -51,7 +51,7 @@ from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.lifetime import Open, Pool
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.rank_stream import RankStream
@@ -120,11 +120,13 @@ class Loader(Unlike, instead=_INSTEAD):
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[..., HostStream],
+        open_at: Open,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
         *,
+        pool: Pool | None = None,
+        draws_globally: bool = False,
         cursor: Cursor | None = None,
         begins: bool = True,
         augment: AugmentConfig | None = None,
@@ -140,8 +142,10 @@ class Loader(Unlike, instead=_INSTEAD):
     ) -> None:
         """
         Args:
-            open_at: starts the stream at a place; a second argument is the only segment that it shall bring.
-            cursor: that place; None = the run's beginning.
+            open_at: the stream in host memory.
+            pool: the actors that make it; None = this process does.
+            draws_globally: whether the thread that asks for a batch makes it, from the process's generators.
+            cursor: the place where it starts; None = the run's beginning.
             begins: whether it starts now; otherwise `load_state_dict` says where.
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
@@ -169,7 +173,21 @@ class Loader(Unlike, instead=_INSTEAD):
         self._has_told_label = False
         self._digest_log = digest_log
         self.metrics = self._observed(trace, trace_s)
-        self._stream = self._rank_stream(open_at, prefetch_factor)
+        on_this_device = functools.partial(
+            on_device,
+            device=self.device,
+            seed_of=self.plan.micro_batch_seed,
+            depth=prefetch_factor,
+            keep=keep_batches,
+            ring=False if draws_globally else None,
+            on_copied=functools.partial(self.metrics.clock.add, "train", "transfer"),
+            decode=self._decoding(),
+            facts_of=functools.partial(_facts_of, self.plan, world_size),
+            hash_of=batch_hash if digest_log else None,
+        )
+        self._stream = RankStream(
+            self.plan, rank, world_size, open_at, on_this_device, self.metrics, pool
+        )
         self._stream.lifetime.close_with(self)
         self.notice = Notice()
         self.stopping = False
@@ -206,31 +224,6 @@ class Loader(Unlike, instead=_INSTEAD):
             metrics.run_log.obey(self._folder)
         return metrics
 
-    def _rank_stream(
-        self, open_at: Callable[..., HostStream], prefetch_factor: int
-    ) -> RankStream:
-        """The stream of this rank, on its device; it does not refer to the loader."""
-        clock = self.metrics.clock
-        bring = functools.partial(
-            on_device,
-            device=self.device,
-            seed_of=self.plan.micro_batch_seed,
-            depth=prefetch_factor,
-            keep=self.keep_batches,
-            on_copied=functools.partial(clock.add, "train", "transfer"),
-            decode=self._decoding(),
-        )
-        is_hashed = self._digest_log is not None
-        return RankStream(
-            self.plan,
-            self.rank,
-            self.world_size,
-            open_at,
-            bring,
-            self.metrics,
-            is_hashed,
-        )
-
     def _decoding(self) -> Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None:
         """The decoder of images on the device; None = the CPU decodes."""
         if self._spec.resident is not None:
@@ -256,7 +249,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 self.num_epochs,
             )
         self.metrics.begin(start)
-        self._stream.open(start)
+        self._stream.open(next(self.plan.micro_batches(start), None))
 
     # Epochs and their batches
 
@@ -374,21 +367,17 @@ class Loader(Unlike, instead=_INSTEAD):
             segment.step_of(steps),
             self.rank + turn * self.world_size,
         )
-        ends_step = turn + 1 == self.accumulation_steps
-        ends_split = number + 1 == len(batches)
         is_at_end = not is_train and self._is_at_end(batches)
         self.metrics.begin_batch(batches.turn, segment.split, self.cursor)
         if turn == 0:
             self.notice.begin_step()
         with self._stream.failing():
-            continues = is_at_end and batches.turn == self._turn
-            batch = self._finished(self._stream.take(position, continues))
-        self._progress.take(position, ends_step, ends_split, is_at_end)
+            batch = self._finished(self._stream.take(position))
+        self._progress.take(batch, is_at_end)
         self.metrics.move(self.cursor)
-        self._ended_split = ends_split
-        if is_train and ends_step:
-            self.metrics.end_step(ends_split)
-        batch = replace(batch, ends_step=ends_step, ends_split=ends_split)
+        self._ended_split = batch.ends_split
+        if is_train and batch.ends_step:
+            self.metrics.end_step(batch.ends_split)
         if self._digest_log:
             self._digest_log.add(batch)
         return batch
@@ -403,8 +392,6 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self.metrics.export(self.cursor)
         self.metrics.num_bad += batch.num_bad
-        if self.plan.sources:
-            batch = replace(batch, source=self.plan.source_of(batch.index))
         strength = self.metrics.strength(self.plan.global_step(position))
         batch = self._device_stage(batch, strength)
         if self._digest_log and self.device.type == "cpu":
@@ -756,7 +743,7 @@ class Loader(Unlike, instead=_INSTEAD):
     @property
     def pool_has_begun(self) -> bool:
         """True once the pool makes batches; before that, this rank makes them itself, see `pool.head_start`."""
-        return self._stream.has_begun()
+        return self._stream.has_begun
 
     @property
     def columns(self) -> SampleColumns:
@@ -784,6 +771,17 @@ class Loader(Unlike, instead=_INSTEAD):
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
         return self.metrics.times(split)
+
+
+def _facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:
+    """Attributes of a micro-batch's `Batch` that follow from its place and its samples."""
+    place = host.position
+    ends_step = place.micro + world_size >= plan.config.per_step
+    return {
+        "ends_step": ends_step,
+        "ends_split": ends_step and plan.ends_split(place),
+        "source": plan.source_of(host.index) if plan.sources else None,
+    }
 
 
 def _count_decoding(clock: StageClock, split: Split, began: Any, ended: Any) -> None:

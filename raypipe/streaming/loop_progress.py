@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from raypipe.plan.places import Cursor, MicroBatchId, Split
+from raypipe.plan.places import Cursor, Split
 from raypipe.plan.schedule import Plan, Segment
+
+if TYPE_CHECKING:
+    from raypipe.device.prefetcher import Batch
 
 Segments = dict[Split, Segment]
 """The rest of an epoch: of its training, if any is left, and its validation, if the plan has one."""
@@ -67,31 +71,27 @@ class Progress:
         """The loop over the epochs was left: the next one begins at the cursor."""
         self.segments = {}
 
-    def take(
-        self, position: MicroBatchId, ends_step: bool, ends_split: bool, is_at_end: bool
-    ) -> None:
+    def take(self, batch: Batch, is_at_end: bool) -> None:
         """Count a batch.
 
         Args:
-            position: its place.
-            ends_step: whether it is the rank's last of its step.
-            ends_split: whether it is the rank's last of its training or validation.
             is_at_end: whether it belongs to the validation behind an epoch's training.
         """
-        if position.split == "train":
+        place = batch.position
+        if place.split == "train":
             self._left = None
             self.num_in_step += 1
             segment = self.segments.get("train")
-            if ends_split and segment:
+            if batch.ends_split and segment:
                 # steps that are skipped after it are done
-                self._stand_at(position.epoch, segment.num_steps)
-            elif ends_step:
-                self._stand_at(position.epoch, position.step + 1)
+                self._stand_at(place.epoch, segment.num_steps)
+            elif batch.ends_step:
+                self._stand_at(place.epoch, place.step + 1)
         elif is_at_end:
             if self._left:
                 self._left = "train"
-            if ends_split and self.cursor.epoch <= position.epoch:
-                self._stand_at(position.epoch + 1, 0)
+            if batch.ends_split and self.cursor.epoch <= place.epoch:
+                self._stand_at(place.epoch + 1, 0)
 
     def leave_early(self, split: Split) -> None:
         """A loop has left the epoch's batches of a split before their end."""

@@ -1,7 +1,7 @@
 """A stream on Ray: plan → source → actor pool, as one Ray Data execution for the whole schedule.
 
-block_dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
-splits(spec, cursor)          the same as one iterator per rank
+block_dataset(spec, start)   a ray.data.Dataset of the stream from a place on, one row per block
+splits(spec, start)          the same as one iterator per rank
 
 `raypipe.dataset` makes the Dataset for users, see `raypipe.streaming.dataset`.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe.config import PoolConfig
-from raypipe.plan.places import Cursor
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
@@ -68,15 +68,15 @@ def _object_store_bytes() -> float:
 
 def block_dataset(
     spec: StreamSpec,
-    cursor: Cursor,
+    start: Cursor | MicroBatchId,
     *,
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
-    head_start: bool = False,
+    num_first: int = 0,
     ranks_folder: str = "",
 ) -> Dataset:
-    """The stream from a cursor on: a Dataset of one row for each block.
+    """The stream from a cursor, or from the step of a micro-batch, on: a Dataset of one row for each block.
 
     Iterate with `batch_size=None`, or split it with `streaming_split(W, equal=True)` over the ranks: each
     then gets every W-th row, and so the micro-batches m of each step with m mod W = its rank.
@@ -85,7 +85,7 @@ def block_dataset(
         max_actors: transform actors that the pool may grow to.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
-        head_start: whether ranks make the first micro-batches, see `raypipe.streaming.start.head_start`.
+        num_first: micro-batches from there on that the ranks make themselves.
         ranks_folder: the folder from which ranks take micro-batches, see `RankMemory.folder`; "" = none.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
@@ -114,7 +114,7 @@ def block_dataset(
         actors,
         spec.traces,
     )
-    # Of the object store as it is now, streams take half.
+    # Streams take half of the object store as it is now.
     room = _object_store_bytes() / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
     min_pixels, max_pixels = pixel_range(spec.transform, spec.plan.config.bucket_sides)
@@ -122,7 +122,7 @@ def block_dataset(
     max_bytes = int(most_bytes(actors * pool.kernel_threads, room) * share)
     source = MicroBatchSource(
         spec.plan,
-        cursor,
+        start,
         readers,
         supervisor,
         spec.wanted,
@@ -132,7 +132,7 @@ def block_dataset(
         max_bytes=max_bytes,
         max_bytes_remembered=int(min(MAX_BYTES, room) * share),
         run=spec.run,
-        head_start=head_start,
+        num_first=num_first,
         traces=spec.traces,
     )
     if world_size > 1 and not is_local():
@@ -169,16 +169,16 @@ def block_dataset(
 
 def splits(
     spec: StreamSpec,
-    cursor: Cursor,
+    start: Cursor | MicroBatchId,
     *,
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
     apart: bool = False,
-    head_start: bool = False,
+    num_first: int = 0,
     ranks_folder: str = "",
 ) -> list[DataIterator]:
-    """The stream from a cursor on, as one iterator per rank; see `block_dataset`.
+    """The stream from a place on, as one iterator per rank; see `block_dataset`.
 
     An execution that several ranks share runs in its own actor.
 
@@ -190,17 +190,17 @@ def splits(
         ConfigError: W does not divide M.
     """
     spec.plan.check_workers(world_size)
-    if not spec.plan.num_micro_batches(cursor):
+    if spec.plan.num_micro_batches(start) <= num_first:
         nothing: Any = Ended()
         return [nothing] * world_size
     check_pickles(spec)
     rows = block_dataset(
         spec,
-        cursor,
+        start,
         max_actors=max_actors,
         world_size=world_size,
         supervisor=supervisor,
-        head_start=head_start,
+        num_first=num_first,
         ranks_folder=ranks_folder,
     )
     if world_size == 1 and not apart:

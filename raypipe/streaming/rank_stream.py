@@ -1,7 +1,8 @@
 """Stream of one rank: its batches on the device, from any place of the schedule on.
 
-It is opened where a batch is asked for, and read on. To a place that it does not reach, or that is far, it starts
-again, there; where other ranks share it, only if all of them go there, see `raypipe.streaming.moves`.
+It is opened where a batch is asked for, and read on. For a place that it does not reach, or that is far, it is
+opened again, there. Ranks that share an execution of Ray must do the same, and none asks another: they all open
+again behind a training that they leave far from its end, and a rank reads a validation that it leaves out.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from typing import Any
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.plan.places import Cursor, MicroBatchId
-from raypipe.plan.schedule import Plan, Segment
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.rayext.watchdog import SupervisorWatchdog
-from raypipe.streaming.hashes import hashed
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GAVE_WAY,
     GOES_ON,
     MOVED,
-    HostStream,
     Lifetime,
+    Open,
+    Pool,
 )
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.moves import END, Move, stream_place
-from raypipe.streaming.remaining import Remaining
-from raypipe.streaming.start.takeover import HeadStartLostError
+from raypipe.transform.fields import MicroBatch
 
 _LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
+# Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
+_START_IMAGES = 5_000
+
+
+class HeadStartLostError(Exception):
+    """This rank could not make one of its first micro-batches itself.
+
+    Attributes:
+        error: the reason.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class RankStream:
@@ -41,15 +54,13 @@ class RankStream:
     Args:
         plan: the run's plan.
         rank, world_size: number of this rank, and W.
-        open_at: starts the stream at a cursor; a second argument is the only segment that it shall bring.
+        open_at: the stream in host memory.
         on_device: brings micro-batches onto the device, see `raypipe.device.prefetcher`.
         metrics: metrics of the rank.
-        is_hashed: whether micro-batches get a hash before that.
+        pool: the actors that make it; None = this process makes it.
 
     Attributes:
         lifetime: its owner, which ends it.
-        supervisor: handle of its Supervisor, if it has one.
-        has_begun: returns whether its pool has begun, see `HostStream`.
     """
 
     def __init__(
@@ -57,10 +68,10 @@ class RankStream:
         plan: Plan,
         rank: int,
         world_size: int,
-        open_at: Callable[..., HostStream],
-        on_device: Callable[..., Iterator[Batch]],
+        open_at: Open,
+        on_device: Callable[[Iterator[MicroBatch]], Iterator[Batch]],
         metrics: LoaderMetrics,
-        is_hashed: bool = False,
+        pool: Pool | None = None,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -68,82 +79,69 @@ class RankStream:
         self._open_at = open_at
         self._on_device = on_device
         self._metrics = metrics
-        self._is_hashed = is_hashed
+        self._pool = pool
         self._batches: Iterator[Batch] | None = None
+        # The one that comes next, and those after it; None = all were taken.
+        self._next: MicroBatchId | None = None
+        self._later: Iterator[MicroBatchId] = iter(())
+        self._watchdogs: list[SupervisorWatchdog] = []
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
-        self.supervisor: Any = None
-        self.has_begun: Callable[[], bool] = lambda: False
+
+    @property
+    def supervisor(self) -> Any:
+        """Handle of the stream's Supervisor; None = it has none, or is not connected to Ray yet."""
+        return self._pool.supervisor if self._pool else None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the pool makes batches; always, if there is none."""
+        return self._pool is None or self._pool.has_begun
 
     @property
     def is_running(self) -> bool:
         """True from its first start to its end."""
         return self._batches is not None and self.lifetime.why is None
 
-    def open(self, start: Cursor, only: Segment | None = None) -> None:
-        """Open the stream.
-
-        Args:
-            start: its first place.
-            only: the one segment that it brings; None = all from there on.
-        """
-        # Of the host's no more is held than these: its execution is to be collected once it has ended.
-        if only:
-            host = self._open_at(start, only)
-            plan = self._plan.only(only)
-        else:
-            host = self._open_at(start)
-            plan = self._plan
-        self._remaining = Remaining(
-            plan.segments(start), plan.config.per_step, self._rank, self._world_size
-        )
-        self._take_facts(host)
-        batches = self._transferred(host)
-        self._batches = batches
-        watchdogs = list[SupervisorWatchdog]()
+    def open(self, start: MicroBatchId | None) -> None:
+        """Open the stream at the step of a place; None = nothing is left of the schedule."""
+        host: Iterator[MicroBatch] = iter(())
+        self._later = iter(())
+        if start:
+            if self._pool:
+                self._pool.on_start = self._started
+            with self.failing():
+                host = self._open_at(start)
+            self._later = self._plan.share(start, self._rank, self._world_size)
+        self._next = next(self._later, None)
+        self._batches = batches = self._on_device(host)
         ends = ExitStack()
-        ends.callback(host.end)
+        ends.callback(_close, self.lifetime, host)
         # before its Supervisor ends, and after the last wait for a batch
-        ends.callback(_stop_all, watchdogs)
+        ends.callback(_stop_all, self._watchdogs)
         ends.callback(self._metrics.tell, "ended")
-        for iterator in (host.batches, batches):
-            ends.callback(_close, self.lifetime, host.stop, iterator)
-        self.lifetime.begin(ends, host.needs_ray)
-        if host.starts is None:
+        ends.callback(_close, self.lifetime, batches, host)
+        if self._pool:
+            # neither is to keep the other once the stream has ended
+            ends.callback(setattr, self._pool, "on_start", _nothing)
+        if self._pool:
+            self._metrics.actors = self._pool.actors
+        is_of_pool = start is not None and self._pool is not None
+        self.lifetime.begin(ends, is_of_pool)
+        if not is_of_pool:
             self._metrics.tell("opened", None)
-            return
 
-        start_images = host.start_images
-
-        def connected(supervisor: Any, actors: int) -> None:
-            self.supervisor = supervisor
-            self._start_images = start_images * actors
-            self._metrics.actors = actors
-            self._metrics.readers = host.readers()
-            waited_s = self._metrics.run_log.waited_s
-            watchdog = SupervisorWatchdog(supervisor, self._rank, waited_s)
-            watchdog.start()
-            watchdogs.append(watchdog)
-            self.lifetime.has_actors(supervisor)
-            self._metrics.tell("opened", supervisor)
-
-        with self.failing():
-            host.starts(connected)
-
-    def _transferred(self, host: HostStream) -> Iterator[Batch]:
-        """The micro-batches of a stream on the device."""
-        batches = hashed(host.batches) if self._is_hashed else host.batches
-        # generators that threads share are drawn from by the thread of the loop
-        ring = False if host.draws_globally else None
-        return self._on_device(batches, ring=ring)
-
-    def _take_facts(self, host: HostStream) -> None:
-        """Take over the facts of a stream, but not its batches and its execution."""
-        self._start_images = host.start_images
-        self._moves = host.moves
-        self._describe = host.describe
-        self.has_begun = host.has_begun
-        self.supervisor = None
-        self._metrics.actors = host.actors
+    def _started(self) -> None:
+        """The pool of the stream starts."""
+        pool = self._pool
+        assert pool
+        self._metrics.actors = pool.actors
+        self._metrics.readers = pool.num_readers
+        waited_s = self._metrics.run_log.waited_s
+        watchdog = SupervisorWatchdog(pool.supervisor, self._rank, waited_s)
+        watchdog.start()
+        self._watchdogs.append(watchdog)
+        self.lifetime.has_actors(pool.supervisor)
+        self._metrics.tell("opened", pool.supervisor)
 
     def check(self) -> None:
         """Raise an error if the stream was not opened, or has ended for good."""
@@ -167,19 +165,15 @@ class RankStream:
         except BaseException as error:
             self.lifetime.end(f"its next batch failed with {type(error).__name__}")
             # another thread could not
-            _close(self.lifetime, lambda: None, self._batches)
+            _close(self.lifetime, self._batches)
             raise
 
-    def take(self, position: MicroBatchId, continues: bool) -> Batch:
-        """Return the batch of a place.
-
-        Args:
-            continues: whether the next epoch comes after a validation.
-        """
+    def take(self, position: MicroBatchId) -> Batch:
+        """Return the batch of a place."""
         self.check()
         self.lifetime.reader = threading.get_ident()
         with self._metrics.waiting(position, self._awaited):
-            batch = self._batch(position, continues)
+            batch = self._batch(position)
         if batch is None:
             self.check()
         if batch is None or batch.position != position:
@@ -187,41 +181,39 @@ class RankStream:
             raise RaypipeError(
                 f"rank {self._rank} expected {position}, the stream {got}: please report this as a bug"
             )
-        self._remaining.take()
+        self._next = next(self._later, None)
         return batch
 
     def finish(self) -> None:
         """End the stream: all epochs were handed out, and the last one was left."""
         if self.lifetime.why is not None:
             return
-        stands = self._remaining.next
-        if stands is None:
-            further = self._next()
-            assert further is None, "the stream is longer than the plan"
-            if self._moves:
-                self._moves(Move(END, END))
-        elif self._moves and not self._moves(
-            Move(stream_place(stands), END, leaves=True)
-        ):
-            while self._remaining.next:
+        if self._is_shared:
+            self._leave_training()
+            self._tell_of_validation(None)
+            while self._next:
                 self._discard()
+        if self._next is None:
+            # it may do something more at its end
+            further = self._take()
+            assert further is None, "the stream is longer than the plan"
         self.lifetime.end(EXHAUSTED)
 
-    def _batch(self, position: MicroBatchId, continues: bool) -> Batch | None:
+    def _batch(self, position: MicroBatchId) -> Batch | None:
         """The batch of a place; None = the stream has ended."""
         while True:
-            self._reach(position, continues)
+            self._reach(position)
             try:
-                batch = self._next()
+                batch = self._take()
             except HeadStartLostError as lost:
-                if self._moves:  # the others go on
+                if self._world_size > 1:  # the others go on
                     raise lost.error from None
                 self.lifetime.end(MOVED)
                 continue
             if batch is not None or self.lifetime.why != GAVE_WAY:
                 return batch
 
-    def _next(self) -> Batch | None:
+    def _take(self) -> Batch | None:
         assert self._batches is not None
         return next(self._batches, None)
 
@@ -229,77 +221,122 @@ class RankStream:
         """Name what holds up a batch."""
         if self.lifetime.why is not None:
             return "the stream starts again for it"
-        if described := self._describe():
-            return described
+        if self._pool and (awaited := self._pool.awaited()):
+            return awaited
         return self._metrics.run_log.awaited(self.supervisor)
 
-    def _reach(self, position: MicroBatchId, continues: bool) -> None:
-        """Go to a place of the schedule, so that its micro-batch comes next.
-
-        A stream can start anywhere. It is read on where that costs less than a start.
-        """
-        if self.is_running:
-            num = self._remaining.before(position)
-        else:
-            num = None
-        if num is None or not self._reads_on(position, num):
-            self._seek(position, continues)
-            num = self._remaining.before(position)
-            assert num is not None, "a stream begins at the step that it was opened for"
+    def _reach(self, position: MicroBatchId) -> None:
+        """Go to a place of the schedule, so that its micro-batch comes next."""
+        if not self.is_running:
+            self._open_again(position)
+        if self._is_shared:
+            if self._next and _pass(self._next) < _pass(position):
+                self._leave_training()
+            self._tell_of_validation(position)
+        num = self._num_before(position)
+        if num is None:
+            self._open_again(position)
+            # it begins at the step
+            num = _turn(position, self._world_size)
         for _ in range(num):
             self._discard()
 
-    def _reads_on(self, position: MicroBatchId, num: int) -> bool:
-        """Return whether to read on, over a number of batches, and not to start again behind them."""
-        num_images = num * self._world_size * self._plan.config.micro_batch_size
-        is_far = num_images > self._start_images
-        stands = self._remaining.next
-        if not self._moves or stands is None:
-            return not is_far
-        if num or self._remaining.is_at_start:
-            return not self._moves(
-                Move(stream_place(stands), stream_place(position), leaves=is_far)
-            )
-        # where batches come one after the other, nobody needs to know
-        return True
+    @property
+    def _is_shared(self) -> bool:
+        """True if other ranks have shares of the same execution."""
+        return self._world_size > 1 and self._pool is not None
 
-    def _seek(self, position: MicroBatchId, continues: bool) -> None:
-        """Start the stream again, at the step of a micro-batch."""
-        self.lifetime.end(MOVED)
-        plan = self._plan
-        if position.split == "train":
-            self.open(plan.cursor(position.epoch, position.step))
+    def _tell_of_validation(self, position: MicroBatchId | None) -> None:
+        """Tell the Supervisor of a validation that this rank takes, or leaves out; None = it goes to the end."""
+        if position and position.split == "val" and not position.step:
+            if position.micro == self._rank:
+                self.supervisor.validates.remote(self._rank, position.epoch, True)
             return
-        after_training = plan.cursor(position.epoch, plan.steps_per_epoch)
-        if continues and position.step == 0:
-            self.open(after_training)
-        else:
-            validation = Segment("val", position.epoch, position.step, plan.val_steps)
-            self.open(after_training, validation)
+        upcoming = self._next
+        if upcoming is None or not self._plan.has_val(upcoming.epoch):
+            return
+        is_whole = upcoming.split == "train" or upcoming.step == 0
+        if is_whole and (position is None or position.epoch > upcoming.epoch):
+            self.supervisor.validates.remote(self._rank, upcoming.epoch, False)
+
+    def _leave_training(self) -> None:
+        """Open the stream again behind the training under way if that is far: all ranks do, which share it."""
+        upcoming = self._next
+        if upcoming is None or upcoming.split != "train":
+            return
+        training = self._plan.training_of(upcoming.epoch, upcoming.step)
+        num_images = training.num_delivered * self._plan.global_batch_size
+        if num_images > self._start_images:
+            self.lifetime.end(MOVED)
+            behind = self._plan.cursor(upcoming.epoch, self._plan.steps_per_epoch)
+            self.open(next(self._plan.micro_batches(behind), None))
+
+    @property
+    def _start_images(self) -> int:
+        """Images that the pool makes in the time that its start takes: a skip of fewer reads on."""
+        return _START_IMAGES * self._pool.actors if self._pool else 0
+
+    def _num_before(self, position: MicroBatchId) -> int | None:
+        """Return how many come before the one at a place; None = it does not come, or is far."""
+        if self._next is None or _pass(self._next) > _pass(position):
+            return None
+        most: int | None = None
+        if not self._is_shared:
+            per_place = self._world_size * self._plan.config.micro_batch_size
+            most = self._start_images // per_place
+        upcoming = self._plan.share(self._next, self._rank, self._world_size)
+        num = -_turn(self._next, self._world_size)
+        for place in upcoming:
+            if place == position:
+                return num if num >= 0 else None
+            if _pass(place) > _pass(position) or (most is not None and num >= most):
+                return None
+            num += 1
+        return None
+
+    def _open_again(self, position: MicroBatchId) -> None:
+        """Open the stream at the step of a micro-batch."""
+        self.lifetime.end(MOVED)
+        self.open(position)
 
     def _discard(self) -> None:
-        if self._next() is None:
+        if self._take() is None:
             self.check()
             raise RaypipeError(
                 f"rank {self._rank}: the stream ended early: please report this as a bug"
             )
-        self._remaining.take()
+        self._next = next(self._later, None)
+
+
+def _nothing() -> None:
+    """Do nothing: the stream of a pool that starts too late has ended."""
+
+
+def _pass(place: MicroBatchId) -> tuple[int, bool]:
+    """The order of the pass of a place: its epoch, and whether it is the validation."""
+    return place.epoch, place.split == "val"
+
+
+def _turn(place: MicroBatchId, world_size: int) -> int:
+    """Return how many micro-batches of its rank come before it in its step."""
+    return place.micro // world_size
 
 
 def _stop_all(watchdogs: list[SupervisorWatchdog]) -> None:
-    for watchdog in watchdogs:
-        watchdog.stop()
+    while watchdogs:
+        watchdogs.pop().stop()
 
 
-def _close(lifetime: Lifetime, stop: Callable[[], None], batches: Any) -> None:
-    """Close what may be a generator. If a thread is in it, stop that, and wait a little for it to leave."""
+def _close(lifetime: Lifetime, batches: Any, source: Any = None) -> None:
+    """Close what may be a generator. If a thread is in it, let that leave: close its source, and wait a little."""
     deadline = time.monotonic() + _LEAVE_S
     while True:
         try:
             getattr(batches, "close", lambda: None)()
             return
         except ValueError:
-            stop()
             if lifetime.reader == threading.get_ident() or time.monotonic() > deadline:
                 return
+            with contextlib.suppress(ValueError):
+                getattr(source, "close", lambda: None)()
             time.sleep(0.02)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.plan.places import Cursor, MicroBatchId
-from raypipe.plan.schedule import Segment
+from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.cluster_state import is_local
@@ -26,29 +26,25 @@ from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.placement import remember_group
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.streaming.lifetime import HostStream
-from raypipe.streaming.moves import Move
 from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.start.head_marks import Marks
 from raypipe.streaming.start.head_start import (
     HeadStart,
-    micro_batches_of_rank,
     place_is_at_hand,
     threads_of_rank,
 )
-from raypipe.streaming.start.pool_start import PoolIterators, PoolStart
+from raypipe.streaming.start.pool_start import LeftError, PooledStream
 from raypipe.streaming.start.room import ask_for_room, make_room
-from raypipe.streaming.start.takeover import GapError, HeadStartLostError, joined
-from raypipe.streaming.supervisor import start_supervisor
-from raypipe.transform.fields import MicroBatch
+from raypipe.streaming.supervisor import POOL, start_supervisor
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
 
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-# Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
-_START_IMAGES = 5_000
-# A rank that would skip a long part waits so long for the others to say that they do, too.
-_AGREE_S = 60.0
+# The name of rank 0's message that says how many micro-batches each rank makes itself.
+_NUM_FIRST = "first"
 
 
 class _Opening(NamedTuple):
@@ -60,13 +56,13 @@ class _Opening(NamedTuple):
     """
 
     fingerprint: str
-    start_name: str
+    place: MicroBatchId
     supervisor: Any
     has_head_start: bool
 
 
 class RayStreams:
-    """Opens streams of one rank.
+    """Opens streams of one rank, and knows the pool of the one that is open, see `Pool`.
 
     Args:
         spec: the stream.
@@ -96,176 +92,181 @@ class RayStreams:
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
         self._may_head_start = spec.pool.head_start != 0
+        self._now: PooledStream | None = None
+        self.on_start: Callable[[], None] = lambda: None
         remember_group()
 
-    def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
-        """Start the stream, on all ranks.
+    @property
+    def supervisor(self) -> Any:
+        """Handle of the Supervisor; None = this process is not connected to Ray yet."""
+        return self._now.supervisor if self._now else None
 
-        Args:
-            start: its first place.
-            only: the one segment that it brings; None = all from there on.
-        """
-        rank = self._rank
-        world_size = self._world_size
-        spec = self._spec
-        if only:
-            spec = replace(spec, plan=spec.plan.only(only))
-        opening = self._agree(spec, start, only)
+    @property
+    def actors(self) -> int:
+        """The most actors of the pool; 0 = this rank does not know yet."""
+        return self._max_actors or 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the pool has an actor, or nothing to make; always, if it makes everything."""
+        return self._now is not None and self._now.has_begun
+
+    @property
+    def num_readers(self) -> int:
+        """Readers at one time; 0 = the actors read the store."""
+        return int("train" in self._spec.readers(is_local()))
+
+    def awaited(self) -> str:
+        """Name what holds up the first batch; empty = the Supervisor knows."""
+        return self._now.awaited() if self._now else ""
+
+    def open(self, place: MicroBatchId) -> PooledStream:
+        """Start the stream at the step of a place, on all ranks."""
+        opening = self._agree(place)
         self._has_started = True
-        supervisor = opening.supervisor
-        moves = None
-        if world_size > 1:
-            moves = functools.partial(_leaves, supervisor, rank, world_size)
         head = None
         # A sample that ends its process would end each one if it left no mark.
-        if opening.has_head_start and (self._marks.set() or world_size > 1):
-            free = None if rank == 0 else 1
-            threads = threads_of_rank(self._in_train)
-            # from then on nothing of it can end this process, though the loop has yet to take what it made
-            on_last = self._marks.remove
-            on_make = self._marks.making
+        if opening.has_head_start and (self._marks.set() or self._world_size > 1):
             head = HeadStart(
-                spec, start, rank, world_size, free, threads, on_last, on_make
+                self._spec,
+                place,
+                self._rank,
+                self._world_size,
+                threads_of_rank(self._in_train),
+                self._marks,
             )
-        make = functools.partial(self._iterators, spec, start)
-        pool = PoolStart(spec, make, rank, world_size, supervisor, head)
-        host = HostStream(
-            pool.batches(),
-            stop=pool.leave,
-            end=pool.end,
-            actors=self._max_actors or 0,
-            readers=lambda: int("train" in self._spec.readers(is_local())),
-            start_images=_START_IMAGES,
-            moves=moves,
-            starts=pool.run,
-            needs_ray=True,
-            describe=pool.describe,
-            has_begun=lambda: pool.has_begun,
+        stream = PooledStream(
+            self._spec,
+            functools.partial(self._iterators, place),
+            self._rank,
+            self._world_size,
+            opening.supervisor,
+            head,
         )
+        self._now = stream
         if head is None:
-            pool.on_end.append(self._marks.forget)
-            return host
-        pool.on_end.append(self._marks.remove)
-        keep_sigterm()
-        head.start()
-        places = micro_batches_of_rank(spec, start, rank, world_size)
-        return host._replace(
-            batches=self._joined(head, pool, places), starts=pool.run_in_thread
-        )
-
-    def _joined(
-        self, head: HeadStart, pool: PoolStart, places: Iterator[MicroBatchId]
-    ) -> Iterator[MicroBatch]:
-        """The rank's own micro-batches, and then the pool's."""
+            stream.on_end.append(self._marks.forget)
+        else:
+            stream.on_end.append(functools.partial(self._leave, head))
+            keep_sigterm()
         try:
-            yield from joined(head.batches(), pool.batches(), places)
-        except GapError as error:
-            if pool.is_left:
-                return
-            # The next start leaves all to the pool, which can replace a bad sample's process.
-            self._may_head_start = False
-            raise HeadStartLostError(head.error or error) from head.error
+            stream.start()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
-    def _agree(self, spec: StreamSpec, start: Cursor, only: Segment | None) -> _Opening:
+    def _leave(self, head: HeadStart) -> None:
+        """The stream has ended. The next one leaves all to the pool, which can replace a process, if need be."""
+        self._marks.remove()
+        if head.is_lost:
+            self._may_head_start = False
+
+    def _agree(self, place: MicroBatchId) -> _Opening:
         """Agree on the stream that all ranks start.
 
         Raises:
             ConfigError, RaypipeError: the ranks want different streams, or not at the same time.
         """
-        start_name = f"epoch {start.epoch}, step {start.step}"
-        if only:
-            start_name = (
-                f"step {only.first_step} of the validation of epoch {only.epoch}"
-            )
         fingerprint = self._spec.plan.fingerprint
         has_head_start = self._may_head_start
         if self._rank == 0 and has_head_start:
-            first = next(spec.plan.micro_batches(start), None)
-            has_head_start = first is not None and place_is_at_hand(spec, first)
+            has_head_start = place_is_at_hand(self._spec, place)
         if self._rank == 0:
             if has_head_start:  # Without one, the call that starts the pool does this.
-                check_pickles(spec)
+                check_pickles(self._spec)
             if not self._has_started and self._marks.found():
                 _logger.warning(
                     "a process has ended while it made a micro-batch itself, so the pool makes the first ones now "
                     "(pool.head_start)"
                 )
                 self._may_head_start = has_head_start = False
-        opening = _Opening(fingerprint, start_name, None, has_head_start)
+        place = replace(place, micro=0)
+        opening = _Opening(fingerprint, place, None, has_head_start)
         if self._world_size == 1 or not self._in_train:
             return opening
         if self._rank == 0:
-            supervisor = start_supervisor(spec.run, spec.log_format)
+            supervisor = start_supervisor(self._spec.run, self._spec.log_format)
             opening = opening._replace(supervisor=supervisor)
-        opening = self._broadcast(opening, start_name)
+        opening = self._broadcast(opening)
         if opening.fingerprint != fingerprint:
             raise ConfigError(
                 f"rank {self._rank} has plan {fingerprint}, and rank 0 has {opening.fingerprint}: give all ranks "
                 "the same stores and settings, whole; raypipe hands each rank its share"
             )
-        if opening.start_name != start_name:
+        if opening.place != place:
             raise RaypipeError(
-                f"rank {self._rank} starts the stream at {start_name}, and rank 0 at {opening.start_name}: "
+                f"rank {self._rank} starts the stream at {_titled(place)}, "
+                f"and rank 0 at {_titled(opening.place)}: "
                 "all ranks iterate the same passes of the same epochs"
             )
         return opening
 
     def _iterators(
-        self, spec: StreamSpec, start: Cursor, pool: PoolStart
-    ) -> PoolIterators:
+        self, place: MicroBatchId, stream: PooledStream
+    ) -> list[DataIterator]:
         """Start the pool on rank 0, and return the ranks' iterators on all ranks."""
         if self._rank == 0:
-            shared = self._start(spec, start, pool)
+            try:
+                iterators = self._start(place, stream)
+            except BaseException as error:
+                if self._world_size > 1 and ray.is_initialized():
+                    # a peer that waits for this rank in a collective would not end by itself
+                    _share_failure(stream, error)
+                raise
             if self._world_size > 1:
-                message = ray.cloudpickle.dumps(tuple(shared))
-                pool.supervisor.share.remote(message)
+                _share(stream, POOL, (iterators, self._max_actors))
         else:
-            while not (message := ray.get(pool.supervisor.shared.remote())):
-                pool.check()
-                time.sleep(_LOOK_S)
-            shared = PoolIterators(*ray.cloudpickle.loads(message))
-        # Once it is known, it stays: a stream that starts again gets the CPUs that it had.
-        self._max_actors = shared.max_actors
+            if stream.head:
+                num_first = _shared(stream, _NUM_FIRST)
+                stream.head.let(num_first)
+            iterators, self._max_actors = _shared(stream, POOL)
         if self._in_train and is_ray_worker():
-            self._join(pool.supervisor)
-        return shared
+            self._join(stream.supervisor)
+        stream.check()
+        self.on_start()
+        return iterators
 
-    def _start(self, spec: StreamSpec, start: Cursor, pool: PoolStart) -> PoolIterators:
+    def _start(self, place: MicroBatchId, stream: PooledStream) -> list[DataIterator]:
         """Start the stream's actors, on rank 0."""
         from raypipe.streaming.pipeline import splits  # this imports ray.data
 
+        spec = self._spec
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
-        pool.connect()
-        pool.check()
-        pool.on_end.append(ask_for_room(settings))
-        max_actors = self._max_actors
+        stream.connect()
+        stream.on_end.append(ask_for_room(settings))
         # a driver may also call its train function
-        if self._in_train and max_actors is None and is_ray_worker():
+        if self._in_train and self._max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
         if self._world_size == 1:
             make_room(settings.least_actors * settings.cpus_per_actor)
-        if max_actors is None:
-            max_actors = preflight(settings).max_actors
-        pool.check()
-        if pool.supervisor is None:
-            pool.supervisor = start_supervisor(spec.run, spec.log_format)
-        ranks_folder = pool.reserve()
-        iterators = splits(
+        if self._max_actors is None:
+            self._max_actors = preflight(settings).max_actors
+        stream.check()
+        if stream.supervisor is None:
+            stream.supervisor = start_supervisor(spec.run, spec.log_format)
+        num_first = 0
+        are_others = stream.memory.are_others()
+        if stream.head:
+            num_first = stream.head.fix(are_others)
+            if self._world_size > 1:
+                _share(stream, _NUM_FIRST, num_first)
+        stream.check()
+        return splits(
             spec,
-            start,
-            max_actors=max_actors,
+            place,
+            max_actors=self._max_actors,
             world_size=self._world_size,
-            supervisor=pool.supervisor,
+            supervisor=stream.supervisor,
             apart=self._apart,
-            head_start=pool.has_head_start,
-            ranks_folder=ranks_folder,
+            num_first=num_first * self._world_size,
+            ranks_folder=stream.memory.folder,
         )
-        return PoolIterators(iterators, max_actors)
 
-    def _broadcast(self, opening: _Opening, start_name: str) -> _Opening:
+    def _broadcast(self, opening: _Opening) -> _Opening:
         """Return rank 0's message on all ranks, which call this.
 
         The first start may take any time; another one waits for ranks that do not ask for the same no longer than
@@ -284,9 +285,9 @@ class RayStreams:
             return waiting.result(timeout_s)
         except TimeoutError:
             raise RaypipeError(
-                f"rank {self._rank} starts the stream again at {start_name}, and other ranks have not for "
-                f"{timeout_s:g} s (pool.stall_timeout_s): all ranks iterate the same passes, "
-                "also a validation that is made again"
+                f"rank {self._rank} starts the stream again at {_titled(opening.place)}, "
+                f"and other ranks have not for {timeout_s:g} s (pool.stall_timeout_s): "
+                "all ranks iterate the same passes, also a validation that is made again"
             ) from None
 
     def _join(self, supervisor: Any) -> None:
@@ -306,15 +307,34 @@ def _run_name() -> str:
     return ""
 
 
-def _leaves(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
-    """Tell the other ranks of a move of this one; returns whether it leaves the execution, since all do.
+def _titled(place: MicroBatchId) -> str:
+    """The place of a stream's start, as errors name it."""
+    validation = "validation of " if place.split == "val" else ""
+    return f"{validation}epoch {place.epoch}, step {place.step}"
 
-    It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
-    """
-    supervisor.rank_moves.remote(rank, world_size, move)
-    deadline = time.monotonic() + _AGREE_S
-    answer = "wait"
-    while move.leaves and answer == "wait":
-        time.sleep(0.05)
-        answer = ray.get(supervisor.answer.remote(rank, time.monotonic() > deadline))
-    return answer == "leave"
+
+def _share(stream: PooledStream, name: str, message: Any) -> None:
+    """Tell the other ranks, which ask for it by `_shared`."""
+    stream.supervisor.share.remote(name, ray.cloudpickle.dumps(message))
+
+
+def _share_failure(stream: PooledStream, error: BaseException) -> None:
+    """Tell the other ranks that there is no pool; if this rank just leaves, they make all that they need."""
+    if isinstance(error, LeftError):
+        _share(stream, _NUM_FIRST, math.inf)
+        error = RaypipeError("rank 0 has left the stream while its pool started")
+    _share(stream, POOL, error)
+
+
+def _shared(stream: PooledStream, name: str) -> Any:
+    """Wait for rank 0's message; raise the error that it has met."""
+    while True:
+        stream.check()
+        for key in (name, POOL):
+            if message := ray.get(stream.supervisor.shared.remote(key)):
+                found = ray.cloudpickle.loads(message)
+                if isinstance(found, BaseException):
+                    raise found
+                if key == name:
+                    return found
+        time.sleep(_LOOK_S)

@@ -26,12 +26,11 @@ from raypipe.device.resize import to_device
 from raypipe.device.ring import new_event, new_stream, numbered
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.mistakes import checks_keywords
-from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
 from raypipe.plan.schedule import Segment
 from raypipe.stores.base import Store, name_of, title_of
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -312,19 +311,12 @@ class ResidentImages:
         return rank, self._world_size or world_size
 
     def open(
-        self, rank: int, world_size: int, start: Cursor, only: Segment | None = None
-    ) -> HostStream:
-        """Open a rank's stream at a place, see `raypipe.streaming.inline.open_inline`."""
-        plan = self._spec.plan.only(only) if only else self._spec.plan
+        self, rank: int, world_size: int, start: MicroBatchId
+    ) -> Iterator[MicroBatch]:
+        """Open a rank's stream at a place."""
         if self._is_hashed:
-            spec = replace(self._spec, plan=plan)
-            return HostStream(inline_batches(spec, start, rank, world_size))
-        places = plan.micro_batches(start)
-        return HostStream(
-            self._mapped(position)
-            for position in places
-            if position.micro % world_size == rank
-        )
+            return inline_batches(self._spec, start, rank, world_size)
+        return map(self._mapped, self._spec.plan.share(start, rank, world_size))
 
     def _mapped(self, position: MicroBatchId) -> MicroBatch:
         """The micro-batch of a place, with maps and without images."""

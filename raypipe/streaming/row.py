@@ -257,15 +257,6 @@ def host_batches(
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
     """
-    with closing(host_blocks(iterator, take)) as blocks:
-        for block in blocks:
-            yield from block
-
-
-def host_blocks(
-    iterator: DataIterator, take: Take | None = None
-) -> Generator[Iterator[MicroBatch], None, None]:
-    """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as row_iterator:
         while True:
             with traced("split") as arrival:
@@ -274,7 +265,7 @@ def host_blocks(
                     arrival += _places_of(row)
             if row is None:
                 return
-            yield batches_of(row, take)
+            yield from batches_of(row, take)
             del row
 
 

@@ -40,14 +40,13 @@ from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
 
-_LOOK_S = 0.05
 # What two cores transform in half a second, in this many rows at most.
 _AHEAD_BYTES = 64 << 20
 _MAX_AHEAD = 16
 
 
 class MicroBatchSource(Datasource):
-    """A plan's schedule from a cursor on, as lazy ReadTasks in the order of the stream.
+    """A plan's schedule from a place on, as lazy ReadTasks in the order of the stream.
 
     Args:
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
@@ -58,14 +57,14 @@ class MicroBatchSource(Datasource):
         max_bytes_remembered: bytes of a block of a split that is remembered.
         wanted: what readers read of samples.
         run: name of the run, for metrics.
-        head_start: whether the ranks make the first micro-batches themselves. The supervisor knows how many.
+        num_first: micro-batches from the start on that the ranks make themselves.
         traces: whether readers record events for a trace.
     """
 
     def __init__(
         self,
         plan: Plan,
-        cursor: Cursor,
+        start: Cursor | MicroBatchId,
         readers: dict[Split, Store],
         supervisor: Any = None,
         wanted: Wanted = Wanted(),  # noqa: B008
@@ -76,13 +75,13 @@ class MicroBatchSource(Datasource):
         max_bytes: int = MAX_BYTES,
         max_bytes_remembered: int = MAX_BYTES,
         run: str = "",
-        head_start: bool = False,
+        num_first: int = 0,
         traces: bool = False,
     ) -> None:
         super().__init__()
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
-        self._cursor = cursor
+        self._start = start
         self._readers = readers
         self._supervisor = supervisor
         self._wanted = wanted
@@ -91,9 +90,9 @@ class MicroBatchSource(Datasource):
         self._largest = largest
         self._max_bytes = max_bytes, max_bytes_remembered
         self._run = run
-        self._head_start = head_start
+        self._num_first = num_first
         self._traces = traces
-        self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
+        self._tasks = tasks(plan.num_micro_batches(start) - num_first, ranks)
 
     @property
     def num_tasks(self) -> int:
@@ -126,11 +125,8 @@ class MicroBatchSource(Datasource):
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         is_first_task = first == 0
-        if self._head_start:
-            num_made = min(count, max(0, self._num_made() - first))
-            first += num_made
-            count -= num_made
-        places = itertools.islice(self._plan.micro_batches(self._cursor, first), count)
+        first += self._num_first
+        places = itertools.islice(self._plan.micro_batches(self._start, first), count)
         position = next(places, None)
         if position is None:
             return
@@ -154,7 +150,7 @@ class MicroBatchSource(Datasource):
             every_place = itertools.chain([position], places)
             blocks = cut(every_place, self._ranks, sizes)
             rows = self._blocks(blocks, task, careful)
-            # who is careful says what it reads, and may be killed by it
+            # a careful reader announces each read, which may kill it
             if self._readers and not careful:
                 rows = _ahead(rows)
             yield from rows
@@ -186,14 +182,6 @@ class MicroBatchSource(Datasource):
         if self._traces and self._supervisor:
             return sending_trace(self._supervisor, this_process("reader"))
         return contextlib.nullcontext()
-
-    def _num_made(self) -> int:
-        """Wait for the first actor; then return how many micro-batches the ranks make, see `head_start`."""
-        while True:
-            num = ray.get(self._supervisor.pool_begins.remote())
-            if num is not None:
-                return num * self._ranks
-            time.sleep(_LOOK_S)
 
     def _read(self, position: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""

@@ -35,12 +35,13 @@ from raypipe.storage.shared_memory import remove_unused
 from raypipe.stores.in_memory import hold
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
+from raypipe.streaming.faults import NO_ORDERS, Orders
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.recall import Recall, recall_of
 from raypipe.streaming.read_ahead import ReadAhead
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import NO_ORDERS, Orders, stream_name
+from raypipe.streaming.supervisor import stream_name
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed

@@ -25,7 +25,7 @@ from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import History, index_of
 from raypipe.history.recorded import open_run
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.inline import open_inline
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 
 from pictures import picture  # isort: skip
@@ -97,7 +97,9 @@ def trained(spec: Any, run_dir: Path, world_size: int) -> Seen:
     killed_at = spec.plan.steps_per_epoch + 2
     for begin, end in ((0, killed_at), (2, 1 << 20)):
         for rank in range(world_size):
-            opened = functools.partial(open_inline, spec, rank, world_size)
+            opened = functools.partial(
+                inline_batches, spec, rank=rank, world_size=world_size
+            )
             cursor = spec.plan.cursor_at(begin)
             records = open_filesystem(run_dir.as_uri())
             with Loader(

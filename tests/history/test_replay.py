@@ -26,7 +26,7 @@ from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.inline import open_inline
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 
@@ -60,7 +60,7 @@ def recorded(
     batches = []
     for rank in reversed(range(workers)):
         where = open_filesystem(folder.as_uri()) if rank == 0 else None
-        opens = functools.partial(open_inline, spec, rank, workers)
+        opens = functools.partial(inline_batches, spec, rank=rank, world_size=workers)
         cursor = spec.plan.start()
         with Loader(
             spec, opens, rank, workers, cursor=cursor, folder=where, **options
@@ -400,7 +400,7 @@ def test_a_resume_with_other_ranks_and_settings_holds_from_its_step_on(
     folder = open_filesystem((tmp_path / "run").as_uri())
     with Loader(
         first,
-        functools.partial(open_inline, first, 0, 1),
+        functools.partial(inline_batches, first, rank=0, world_size=1),
         cursor=first.plan.start(),
         folder=folder,
     ) as loader:
@@ -410,7 +410,7 @@ def test_a_resume_with_other_ranks_and_settings_holds_from_its_step_on(
         ]
     # The run goes back to step 5, with two ranks and another augmentation.
     cursor = first.plan.cursor_at(5)
-    opens = functools.partial(open_inline, first, 0, 2)
+    opens = functools.partial(inline_batches, first, rank=0, world_size=2)
     augment = AugmentConfig(preset="strong")
     with Loader(
         first, opens, 0, 2, cursor=cursor, folder=folder, augment=augment

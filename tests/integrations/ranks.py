@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypipe.device.prefetcher import Batch
-from raypipe.plan.places import Cursor
+from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
+from raypipe.transform.fields import MicroBatch
 
 EVERY = 2
 
@@ -46,8 +47,8 @@ def spec_of(
 def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
     """A rank's loader, in this process."""
 
-    def opened(start: Cursor, only: Any = None) -> HostStream:
-        return HostStream(inline_batches(spec, start, rank, world_size))
+    def opened(place: MicroBatchId) -> Iterator[MicroBatch]:
+        return inline_batches(spec, place, rank, world_size)
 
     return Loader(spec, opened, rank, world_size, cursor=spec.plan.start())
 

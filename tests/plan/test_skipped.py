@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import Cursor, MicroBatchId
@@ -14,7 +18,6 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.plan.skipped import Skipped
 from raypipe.streaming.loop_progress import Progress
-from raypipe.streaming.remaining import Remaining
 
 STEPS = 6  # of each of three epochs, with two micro-batches of 4
 
@@ -120,14 +123,8 @@ def test_ranks_take_what_is_left(world_size: int) -> None:
     plan = plan_of("5..8", 1)
     expected = places(plan)
     for rank in range(world_size):
-        remaining = Remaining(plan.segments(plan.start()), 2, rank, world_size)
         share = expected[rank::world_size]
-        assert [remaining.before(at) for at in share] == list(range(len(share)))
-        assert remaining.before(MicroBatchId("train", 0, 5, rank)) is None
-        taken = []
-        while at := remaining.next:
-            taken.append(at)
-            remaining.take()
+        taken = list(plan.share(plan.start(), rank, world_size))
         assert taken == share
 
 
@@ -159,7 +156,12 @@ def test_a_loop_resumes_anywhere_with_what_it_would_have_taken_next(val: int) ->
                 assert at == expected[num_taken]
                 num_taken += 1
                 is_val = segment.split == "val"
-                progress.take(at, micro == 1, turn + 1 == num, is_val)
+                ends_split = plan.ends_split(at) and micro == 1
+                assert ends_split == (turn + 1 == num)
+                batch = SimpleNamespace(
+                    position=at, ends_step=micro == 1, ends_split=ends_split
+                )
+                progress.take(cast(Batch, batch), is_val)
                 if micro == 1 and not (is_val and turn + 1 < num):
                     place = progress.place(is_in_loop=True)
                     assert places(plan, place) == expected[num_taken:]

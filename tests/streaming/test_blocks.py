@@ -8,7 +8,7 @@ import pytest
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.blocks import MAX_BYTES, cut, fitting, most, most_bytes, tasks
+from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most, most_bytes, tasks
 from raypipe.streaming.planning import make_plan
 
 
@@ -86,7 +86,11 @@ def test_blocks_grow_with_the_tasks() -> None:
 def test_a_block_is_as_large_as_its_limits_let_it(
     seconds: list[float], num_bytes: list[int], expected: int
 ) -> None:
-    assert fitting(seconds, num_bytes, 64 << 20) == expected
+    sizes = Sizes()
+    for one in zip(seconds, num_bytes, strict=True):
+        sizes.measured("train", *one)
+    found = sizes.of_task("task", 100, 64 << 20, 64 << 20)
+    assert found == {"train": expected, "val": 1}
 
 
 def test_blocks_of_few_cpus_are_smaller_and_all_fit_the_object_store() -> None:

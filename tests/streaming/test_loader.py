@@ -35,7 +35,7 @@ from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervisors
+from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
@@ -44,6 +44,7 @@ from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start import room
+from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -81,7 +82,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: HostStream(host_batches(rows)),
+        lambda _: host_batches(rows),
         source.rank,
         source.world_size,
         CPU,
@@ -380,7 +381,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(
         spec,
-        lambda start: HostStream(inline_batches(spec, start, rank, world_size)),
+        lambda place: inline_batches(spec, place, rank, world_size),
         rank,
         world_size,
         begins=False,
@@ -473,6 +474,16 @@ def failed(one: Loader) -> None:
             raise ZeroDivisionError
 
 
+def told(
+    batches: Iterator[MicroBatch], end: Callable[[], None]
+) -> Iterator[MicroBatch]:
+    """The same, and a call once they have ended."""
+    try:
+        yield from batches
+    finally:
+        end()
+
+
 @pytest.mark.parametrize("leave", [closed, broken_off, failed])
 def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     spec: StreamSpec, leave: Callable[[Loader], None]
@@ -480,9 +491,9 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     source, ends = Threaded(spec, 0, 1), list[bool]()
     one = Loader(
         spec,
-        lambda _: HostStream(
+        lambda _: told(
             host_batches(cast(Any, source)),
-            end=lambda: ends.append(source.thread.is_alive()),
+            lambda: ends.append(source.thread.is_alive()),
         ),
         cursor=spec.plan.start(),
     )
@@ -509,10 +520,8 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     ends: list[str] = []
 
     def opened() -> Any:
-        source = HostStream(
-            inline_batches(inline, inline.plan.start()),
-            end=lambda: ends.append("ended"),
-        )
+        batches = inline_batches(inline, inline.plan.start())
+        source = told(batches, lambda: ends.append("ended"))
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         epochs = one.epochs()
         for epoch in epochs:  # noqa: B007  a person leaves it at once
@@ -580,14 +589,27 @@ class Remote:
         self.give_way = SimpleNamespace(remote=self.asked.append)
 
 
-def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
-    def open_at(start: Cursor) -> HostStream:
-        host = HostStream(inline_batches(inline, start))
-        if supervisor is None:
-            return host
-        return host._replace(starts=lambda tell: tell(supervisor, 1), needs_ray=True)
+class OwnPool:
+    """The pool of a stream that this process makes."""
 
-    one = Loader(inline, open_at, cursor=inline.plan.start())
+    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
+        self.spec, self.supervisor = spec, supervisor
+        self.actors, self.num_readers, self.has_begun = 1, 0, True
+        self.on_start: Callable[[], None] = lambda: None
+
+    def awaited(self) -> str:
+        return ""
+
+    def open(self, place: MicroBatchId) -> Iterator[MicroBatch]:
+        self.on_start()
+        return inline_batches(self.spec, place)
+
+
+def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
+    pool = OwnPool(inline, supervisor)
+    one = Loader(
+        inline, pool.open, cursor=inline.plan.start(), pool=pool if supervisor else None
+    )
     return one, next(one.epochs())
 
 
@@ -787,21 +809,23 @@ def test_ranks_of_other_plans_or_places_are_refused(
     inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
+    first = MicroBatchId("train", 0, 0, 0)
 
     def hand_over(
-        plan: str, place: str = "epoch 0, step 0", again: bool = False
+        plan: str, place: MicroBatchId | None = first, again: bool = False
     ) -> Any:
         def broadcast(_: Any) -> Any:
-            if place == "nowhere":
+            if place is None:
                 never.wait()
+            assert place
             return _Opening(plan, place, None, has_head_start=True)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
-        limit_s = 0.2 if place == "nowhere" else PATIENCE_S
+        limit_s = PATIENCE_S if place else 0.2
         quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=limit_s))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)
         streams._has_started = again
-        return streams._agree(inline, inline.plan.start(), None)
+        return streams._agree(dataclasses.replace(first, micro=1))
 
     assert hand_over(inline.plan.fingerprint).has_head_start
     assert hand_over(inline.plan.fingerprint, again=True).has_head_start
@@ -814,12 +838,13 @@ def test_ranks_of_other_plans_or_places_are_refused(
         RaypipeError,
         match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,",
     ):
-        hand_over(inline.plan.fingerprint, "epoch 1, step 0", again=True)
+        second = MicroBatchId("train", 1, 0, 0)
+        hand_over(inline.plan.fingerprint, second, again=True)
     with pytest.raises(
         RaypipeError,
         match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have",
     ):
-        hand_over(inline.plan.fingerprint, "nowhere", again=True)
+        hand_over(inline.plan.fingerprint, None, again=True)
     never.set()
 
 

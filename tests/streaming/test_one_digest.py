@@ -190,7 +190,7 @@ def test_any_head_start_has_one_digest_and_leaves_nothing(
     assert_same_stream(spec_of(stores, train), way)
     assert not list((tmp_path / "head-starts").glob("*"))
     names = {thread.name for thread in threading.enumerate()}
-    of_head_starts = {"head-start", "pool-start", "takeover"}
+    of_head_starts = {"head-start", "pool-start"}
     assert not names & {f"raypipe-{name}" for name in of_head_starts}
 
 

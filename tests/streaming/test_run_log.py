@@ -17,7 +17,6 @@ from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -125,7 +124,7 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
             said.extend(capsys.readouterr().out.splitlines())
         yield from inline_batches(spec, spec.plan.start(), 0, 1)
 
-    loader = Loader(spec, lambda _: HostStream(slow()), cursor=spec.plan.start())
+    loader = Loader(spec, lambda _: slow(), cursor=spec.plan.start())
     next(next(loader.epochs()).train)
     assert all(
         re.match(
@@ -157,9 +156,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         yield from batches
 
     folder = open_filesystem(tmp_path.as_uri())
-    loader = Loader(
-        spec, lambda _: HostStream(stalled()), cursor=spec.plan.start(), folder=folder
-    )
+    loader = Loader(spec, lambda _: stalled(), cursor=spec.plan.start(), folder=folder)
     batches = next(loader.epochs()).train
     for _ in range(8):
         asked, before = time.perf_counter(), loader.times()

@@ -11,13 +11,9 @@ from patience import until
 from raypipe.metrics.chrome_trace import Chunk
 from raypipe.rayext.processes import Process
 from raypipe.streaming import supervisor as supervisor_module
-from raypipe.streaming.moves import Move
+from raypipe.streaming.faults import Orders
 from raypipe.streaming.run_log import events_of
-from raypipe.streaming.supervisor import (
-    Orders,
-    Supervisor,
-    start_supervisor,
-)
+from raypipe.streaming.supervisor import Supervisor, start_supervisor
 
 AT = "train-e0000-s000003-m001"
 
@@ -34,7 +30,7 @@ class Kept:
     def load(self) -> Any:
         return pickle.loads(self.content) if self.content else None
 
-    def save(self, state: Any, at_once: bool = False) -> None:
+    def save(self, state: Any) -> None:
         self.content = pickle.dumps(state)
 
 
@@ -62,12 +58,9 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("reader_started", ("task", "share 1", process_of(9))),
     ("pool_scaled", ("2 to 4",)),
     ("note", ("odd",)),
-    ("rank_moves", (0, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
-    ("rank_moves", (1, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
-    ("answer", (0, True)),
-    ("rank_moves", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
-    ("answer", (0, True)),  # it reads on, so the other is not to leave
-    ("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("share", ("pool", b"message")),
+    ("validates", (0, 0, True)),
+    ("validates", (1, 0, False)),
     ("pool_planned", (3.0, 1.0)),
     ("give_way", (2.0,)),
     ("awaited_cpus", ()),
@@ -106,8 +99,8 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
             ("sizes", ("task", 9, 10_000, 10_000)),
             ("reader_started", ("task", "share 1")),
         ]
-        probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
-        probes += [("answer", (rank,)) for rank in (0, 1)] + [
+        probes += [
+            ("shared", ("pool",)),
             ("awaited_cpus", ()),
             ("execution_progress", ("execution 1", 1.0)),
         ]
@@ -116,7 +109,7 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
             ("actor_started", ("b", "elsewhere")),
             ("announce_read", ("task", "row group 3")),
         ]:
-            if name != "sizes" or "task" in twin._sizes:
+            if name != "sizes" or "task" in twin._sizes._sizes:
                 assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
 
 
@@ -132,6 +125,24 @@ def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
     # the first is known: the death is told once
     assert supervisor.actor_started("a", "process 2", was_restarted=True)
     assert len(supervisor.events(0)) == 2
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_a_validation_that_some_ranks_leave_out_is_told_once(
+    leaves_first: bool,
+) -> None:
+    supervisor = Supervisor(3)
+    for epoch in range(2):
+        for takes in (not leaves_first, leaves_first):
+            supervisor.validates(0 if takes else 1, epoch, takes)
+        supervisor.validates(2, epoch, True)
+    ((_, text),) = supervisor.events(0)
+    assert "rank 0 iterates the validation of epoch 0, and rank 1 does not" in text
+    for takes in (True, False):
+        alike = Supervisor(3)
+        for rank in range(3):
+            alike.validates(rank, 0, takes)
+        assert alike.events(0) == []
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:

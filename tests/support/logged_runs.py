@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.plan.places import Cursor
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.inline import open_inline
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.record.digest_log import (
     DIGESTS,
@@ -23,6 +22,7 @@ from raypipe.streaming.record.digest_log import (
 )
 from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.fields import MicroBatch
 
 CPU = torch.device("cpu")
 Changes = Callable[[Iterator[Any]], Iterator[Any]]
@@ -44,13 +44,13 @@ def logging_loader(
     """
     folder = open_filesystem(run.as_uri())
 
-    def open_at(*place: Any) -> Any:
-        host = open_inline(spec, rank, world_size, *place)
-        return host._replace(batches=changed(host.batches)) if changed else host
+    def open_at(place: MicroBatchId) -> Iterator[MicroBatch]:
+        batches = inline_batches(spec, place, rank, world_size)
+        return changed(batches) if changed else batches
 
     return Loader(
         spec,
-        open_at if changed else functools.partial(open_inline, spec, rank, world_size),
+        open_at,
         rank,
         world_size,
         CPU,

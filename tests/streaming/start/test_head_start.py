@@ -10,29 +10,33 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from patience import until
 from pictures import picture
 from ray import cloudpickle
 from tars import put, write_tar
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import RaypipeError
+from raypipe.plan.places import MicroBatchId
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start import head_start
 from raypipe.streaming.start.head_marks import Marks
 from raypipe.streaming.start.head_start import (
     HeadStart,
-    micro_batches_of_rank,
     place_is_at_hand,
 )
-from raypipe.streaming.start.takeover import joined
+from raypipe.transform.fields import MicroBatch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -50,22 +54,46 @@ def stream(stores: dict[str, Path], **changes: Any) -> StreamSpec:
     return open_stream(str(stores["train"]), str(stores["val"]), **options)
 
 
+def place_of(spec: StreamSpec, step: int = 0) -> MicroBatchId:
+    """The first place of a stream from a training step on."""
+    return next(spec.plan.micro_batches(spec.plan.cursor_at(step)))
+
+
+def begun(spec: StreamSpec, rank: int = 0, world_size: int = 1) -> HeadStart:
+    head = HeadStart(spec, place_of(spec), rank, world_size)
+    head.start()
+    return head
+
+
+def hashes(batches: Iterator[MicroBatch]) -> list[bytes]:
+    return list(map(batch_hash, batches))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("head_start", [1, 5, 10_000])
 @pytest.mark.parametrize("step", [0, 4])
-def test_a_rank_and_a_pool_behind_it_make_the_stream_of_one_process(
+def test_a_rank_makes_the_first_of_its_share_and_the_pool_the_rest(
     stores: dict[str, Path], world_size: int, head_start: int, step: int
 ) -> None:
     spec = stream(stores, pool=PoolConfig(head_start=head_start))
-    start = spec.plan.cursor_at(step)
+    start = place_of(spec, step)
+    num = 0
     for rank in range(world_size):
-        expected = list(inline_batches(spec, start, rank, world_size))
+        expected = hashes(inline_batches(spec, start, rank, world_size))
         head = HeadStart(spec, start, rank, world_size)
         head.start()
-        places = micro_batches_of_rank(spec, start, rank, world_size)
-        got = list(joined(head.batches(), iter(expected[head_start:]), places))
-        assert list(map(batch_hash, got)) == list(map(batch_hash, expected))
-        assert head.num_claimed == min(head_start, len(expected))
+        if rank:
+            head.let(num)
+        else:
+            num = head.fix()
+        assert num == min(head_start, len(expected))
+        assert head.has_all == (num == len(expected))
+        rest = spec.plan.micro_batches(start, num * world_size)
+        places = [place for place in rest if place.micro % world_size == rank]
+        got = hashes(head.batches())
+        maker = MicroBatchMaker(spec)
+        got += [batch_hash(maker.batch(place)) for place in places]
+        assert got == expected
 
 
 @pytest.mark.parametrize("head_start", [1, 5, 10_000])
@@ -81,15 +109,11 @@ def test_a_rank_reads_groups_as_readers_do_and_frees_them(
         transform = TransformConfig(train="light", size=24)
         spec = open_stream(train, plan=settings, transform=transform, pool=pool)
         assert spec.readers()
-        start = spec.plan.start()
         for rank in range(world_size):
-            expected = list(inline_batches(spec, start, rank, world_size))
-            head = HeadStart(spec, start, rank, world_size)
-            head.start()
-            got = list(head.batches())
-            assert list(map(batch_hash, got)) == list(
-                map(batch_hash, expected[:head_start])
-            )
+            expected = hashes(inline_batches(spec, place_of(spec), rank, world_size))
+            head = begun(spec, rank, world_size)
+            head.let(head_start)
+            assert hashes(head.batches()) == expected[:head_start]
             head.stop()
             assert parquet._opened is None
 
@@ -98,23 +122,13 @@ def test_a_rank_makes_only_a_few_where_other_streams_make_the_same(
     stores: dict[str, Path],
 ) -> None:
     spec = stream(stores)
-    start = spec.plan.start()
-    expected = list(map(batch_hash, inline_batches(spec, start)))
-    head = HeadStart(spec, start, 0, 1)
-    head.be_brief()
-    assert head.reserve() == 4
-    head.start()
-    batches = head.batches()
-    got = [batch_hash(batch) for batch in islice(batches, 4)]
-    time.sleep(0.2)
-    assert head.num_claimed == 4 and head.reserve() == 4
-    # what the pool counts on is made all the same
-    head.hear(6, is_final=True)
-    assert got + list(map(batch_hash, batches)) == expected[:6]
-    head.stop()
-    asked_for = HeadStart(stream(stores, pool=PoolConfig(head_start=7)), start, 0, 1)
-    asked_for.be_brief()
-    assert asked_for.reserve() == 7
+    expected = hashes(inline_batches(spec, place_of(spec)))
+    head = begun(spec)
+    assert head.fix(are_others=True) == 4
+    assert hashes(head.batches()) == expected[:4]
+    asked_for = begun(stream(stores, pool=PoolConfig(head_start=7)))
+    assert asked_for.fix(are_others=True) == 7
+    asked_for.stop()
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "tar"])
@@ -128,25 +142,17 @@ def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
     spec = open_stream(
         address, plan=PLAN, transform=TransformConfig(train="light", size=24)
     )
-    start = spec.plan.start()
     if kind == "lmdb":  # a small tar is fetched to be listed
-        assert not place_is_at_hand(spec, next(spec.plan.micro_batches(start)))
-        head = HeadStart(spec, start, 0, 1)
-        assert head.reserve() == 0
-        head.start()
-        while not head.is_short:
-            time.sleep(0.01)
-        # the pool begins at once
-        head.hear(0, is_final=True)
-        assert list(head.batches()) == [] and head.num_claimed == 0
+        assert not place_is_at_hand(spec, place_of(spec))
+        head = begun(spec)
+        assert head.fix() == 0
+        assert list(head.batches()) == []
     # an actor of this node has read all
-    expected = list(inline_batches(spec, start))
-    head = HeadStart(spec, start, 0, 1)
-    assert head.reserve() == 1
-    head.start()
-    got = list(islice(head.batches(), len(expected)))
-    assert list(map(batch_hash, got)) == list(map(batch_hash, expected))
-    head.stop()
+    expected = hashes(inline_batches(spec, place_of(spec)))
+    head = begun(spec)
+    num = head.fix()
+    assert num > 0
+    assert hashes(head.batches()) == expected[:num]
 
 
 def test_a_rank_fetches_what_others_count_on(
@@ -156,36 +162,33 @@ def test_a_rank_fetches_what_others_count_on(
     spec = open_stream(
         address, plan=PLAN, transform=TransformConfig(train="light", size=24)
     )
-    start = spec.plan.start()
-    head = HeadStart(spec, start, 1, 2, num_free=1)
-    head.start()
-    while not head.is_short:
-        time.sleep(0.01)
-    head.hear(2, is_final=True)
-    got = list(map(batch_hash, head.batches()))
-    assert got == list(map(batch_hash, islice(inline_batches(spec, start, 1, 2), 2)))
+    head = begun(spec, 1, 2)
+    head.let(2)
+    expected = hashes(islice(inline_batches(spec, place_of(spec), 1, 2), 2))
+    assert hashes(head.batches()) == expected
 
 
-def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> None:
+def test_a_rank_makes_one_before_it_has_heard_of_more(stores: dict[str, Path]) -> None:
     spec = stream(stores)
-    head = HeadStart(spec, spec.plan.start(), 1, 2, num_free=1)
-    head.start()
+    head = begun(spec, 1, 2)
     batches = head.batches()
     next(batches)
-    assert head.num_claimed == 1 and not head.is_done
-    head.hear(3, is_final=True)
-    assert len(list(batches)) == 2 and head.num_claimed == 3
+    time.sleep(0.2)
+    assert head._num_begun == 1 and not head._is_done
+    head.let(3)
+    assert len(list(batches)) == 2 and head._num_begun == 3
 
 
-def test_the_end_is_told_before_the_loop_has_taken_what_was_made(
+def test_the_mark_goes_before_the_loop_has_taken_what_was_made(
     stores: dict[str, Path],
 ) -> None:
-    spec = stream(stores)
+    spec = stream(stores, pool=PoolConfig(head_start=2))
     told = threading.Event()
-    head = HeadStart(spec, spec.plan.start(), 0, 1, num_free=2, on_last=told.set)
+    marks: Any = SimpleNamespace(remove=told.set, making=lambda makes: None)
+    head = HeadStart(spec, place_of(spec), 0, 1, marks=marks)
     head.start()
-    head.hear(2, is_final=True)
     assert told.wait()
+    assert head.fix() == 2
     assert len(list(head.batches())) == 2
 
 
@@ -196,50 +199,48 @@ def test_a_rank_leaves_the_cpus_to_ray_after_its_first_micro_batch(
     def niceness(thread: threading.Thread) -> int:
         return os.getpriority(os.PRIO_PROCESS, thread.native_id)
 
-    spec = stream(stores)
     own = niceness(threading.main_thread())
-    head = HeadStart(spec, spec.plan.start(), 1, 2, num_free=1)
-    head.start()
+    head = begun(stream(stores), 1, 2)
     batches = head.batches()
     next(batches)
-    head.hear(2, is_final=False)
+    head.let(100)
     next(batches)
     assert niceness(head._thread) == max(own, 5)
     assert niceness(threading.main_thread()) == own
     head.stop()
 
 
-def test_rank_0_reserves_what_covers_the_start_of_the_pool(
-    stores: dict[str, Path],
+def test_rank_0_makes_what_covers_the_start_of_the_pool(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(head_start, "_COVER_S", 0.2)
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
+    head = begun(spec)
     batches = head.batches()
     for _ in range(4):
         next(batches)
-    num = head.reserve()
-    assert num > head.num_claimed >= 4
-    head.hear(num, is_final=True)
-    assert 4 + len(list(batches)) == num == head.num_claimed
+    num = head.fix()
+    assert num > 4
+    assert 4 + len(list(batches)) == num == head._num_made
 
 
-def test_micro_batches_that_nobody_takes_are_bounded(stores: dict[str, Path]) -> None:
+def test_micro_batches_that_nobody_takes_are_bounded(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
+    size = head_start._size(next(inline_batches(spec, place_of(spec))))
+    monkeypatch.setattr(head_start, "_MAX_AHEAD_BYTES", 10 * size)
+    head = begun(spec)
 
-    def claimed(num: int) -> bool:
-        deadline = time.monotonic() + 300
-        while head.num_claimed < num and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def made(num: int) -> bool:
+        until(lambda: head._num_made >= num)
         time.sleep(0.2)
-        return head.num_claimed == num
+        return head._num_made == num
 
     # a step's, while the loop has not asked for any
-    assert claimed(2)
+    assert made(2)
     next(head.batches())
-    assert claimed(1 + 64)
+    assert made(1 + 10)
     head.stop()
 
 
@@ -247,14 +248,20 @@ def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     raise SystemExit("no more")
 
 
-def test_an_error_ends_the_head_start_before_its_micro_batch(
+def test_an_error_is_raised_at_its_micro_batch_if_no_pool_makes_it(
     stores: dict[str, Path],
 ) -> None:
     spec = stream(stores, train_transform=broken, val_transform=None)
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
-    assert list(head.batches()) == []
-    assert head.num_claimed == 0 and "no more" in str(head.error) and head.is_short
+    head = begun(spec)
+    until(lambda: head._is_done)
+    # known in time, it is left to an actor
+    assert head.fix() == 0
+    assert list(head.batches()) == [] and not head.is_lost
+    head = begun(spec, 1, 2)
+    head.let(3)
+    with pytest.raises(HeadStartLostError, match="no more"):
+        next(head.batches())
+    assert head.is_lost
 
 
 def drawing(image: np.ndarray) -> np.ndarray:
@@ -265,9 +272,8 @@ def test_a_transform_that_draws_from_the_process_is_left_to_actors(
     stores: dict[str, Path],
 ) -> None:
     spec = stream(stores, train_transform=drawing, val_transform=None)
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
-    assert list(head.batches()) == [] and head.error is None and head.is_short
+    head = begun(spec)
+    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
 
 
 never = threading.Event()
@@ -283,10 +289,10 @@ def test_a_micro_batch_over_its_time_is_given_up(stores: dict[str, Path]) -> Non
     spec = stream(
         stores, train_transform=hanging, val_transform=None, transform=transform
     )
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
-    assert list(head.batches()) == [] and head.num_claimed == 0
-    assert isinstance(head.error, RaypipeError) and "time_limit_s" in str(head.error)
+    head = begun(spec)
+    head.let(3)
+    with pytest.raises(HeadStartLostError, match="time_limit_s"):
+        next(head.batches())
     never.set()
 
 
@@ -314,8 +320,7 @@ def left() -> Iterator[str]:
     yield from (
         thread.name
         for thread in threading.enumerate()
-        if thread.name
-        in ("raypipe-head-start", "raypipe-pool-start", "raypipe-takeover")
+        if thread.name in ("raypipe-head-start", "raypipe-pool-start")
     )
     yield from map(str, Path(os.environ["RAYPIPE_CACHE"], "head-starts").glob("*"))
 

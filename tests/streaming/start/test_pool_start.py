@@ -1,0 +1,203 @@
+"""The road of a stream by Ray, without Ray: ranks, their head start, and a pool that this process makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from patience import until
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.plan.places import MicroBatchId
+from raypipe.streaming import pipeline, ray_stream
+from raypipe.streaming.blocks import cut
+from raypipe.streaming.hashes import batch_hash
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.rank_stream import HeadStartLostError
+from raypipe.streaming.ray_stream import RayStreams
+from raypipe.streaming.row import block_row
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start.pool_start import PooledStream
+from raypipe.streaming.supervisor import Supervisor
+
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
+
+
+class Split:
+    """A rank's part of the execution: blocks of two micro-batches behind the first ones."""
+
+    def __init__(self, spec: StreamSpec, start: Any, first: int, share: Any) -> None:
+        self.spec, self.start, self.first = spec, start, first
+        self.rank, self.world_size = share
+
+    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
+        maker = MicroBatchMaker(self.spec)
+        places = self.spec.plan.micro_batches(self.start, self.first)
+        blocks = cut(places, self.world_size, {"train": 2, "val": 2})
+        for number, block in enumerate(blocks):
+            if number % self.world_size == self.rank:
+                batches, _, arrays = maker.block(block)
+                yield block_row(batches, arrays)
+
+
+class Handle:
+    """A handle of a Supervisor that lives in this process."""
+
+    def __init__(self) -> None:
+        self._supervisor = Supervisor(3)
+        self._actor_id = SimpleNamespace(hex=lambda: "5" * 32)
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._supervisor, name))
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened = list[Any]()
+
+    def broadcast(opening: Any) -> Any:
+        if opening.supervisor:
+            opened.append(opening)
+        return opened[-1]
+
+    def splits(
+        spec: StreamSpec,
+        start: MicroBatchId,
+        *,
+        world_size: int,
+        num_first: int,
+        **_: Any,
+    ) -> list[Split]:
+        shares = [(rank, world_size) for rank in range(world_size)]
+        return [Split(spec, start, num_first, share) for share in shares]
+
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(PooledStream, "connect", lambda stream: None)
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    monkeypatch.setattr(pipeline, "splits", splits)
+    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
+    for name, value in {
+        "remember_group": lambda: None,
+        "start_supervisor": lambda *_: Handle(),
+        "ask_for_room": lambda pool: lambda: None,
+        "make_room": lambda cpus: None,
+        "preflight": lambda pool: SimpleNamespace(max_actors=2),
+    }.items():
+        monkeypatch.setattr(ray_stream, name, value)
+
+
+def stream(stores: dict[str, Path], head_start: int, **changes: Any) -> StreamSpec:
+    options = {"transform": TransformConfig(train="light", val="center", size=24)}
+    return open_stream(
+        str(stores["train"]),
+        str(stores["val"]),
+        plan=PLAN,
+        pool=PoolConfig(head_start=head_start),
+        **options | changes,
+    )
+
+
+def streams_of(spec: StreamSpec, world_size: int) -> list[RayStreams]:
+    return [
+        RayStreams(spec, rank, world_size, world_size > 1, None, apart=False)
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("head_start", [0, 1, 5, 10_000, -1])
+def test_ranks_and_pool_make_the_stream_of_one_process_from_any_place(
+    stores: dict[str, Path], world_size: int, head_start: int
+) -> None:
+    spec = stream(stores, head_start)
+    places = list(spec.plan.micro_batches(spec.plan.start()))
+    for start in (places[0], places[-1]):
+        ranks = streams_of(spec, world_size)
+        opened = [one.open(start) for one in ranks]
+        for rank, batches in enumerate(opened):
+            expected = inline_batches(spec, start, rank, world_size)
+            assert list(map(batch_hash, batches)) == list(map(batch_hash, expected))
+            until(lambda one=ranks[rank]: one.has_begun)
+        for batches in opened:
+            batches.close()
+
+
+def fails(*_: Any, **options: Any) -> Any:
+    raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_of_the_pool_comes_behind_the_ranks_own_micro_batches(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("raypipe.streaming.start.pool_start.end_actors", fails_not)
+    spec = stream(stores, 3)
+    start = next(spec.plan.micro_batches(spec.plan.start()))
+    monkeypatch.setattr(pipeline, "splits", fails)
+    for batches in [one.open(start) for one in streams_of(spec, world_size)]:
+        for _ in range(3):
+            next(batches)
+        with pytest.raises(ConnectionRefusedError):
+            next(batches)
+        batches.close()
+
+
+def fails_not(*_: Any) -> None:
+    pass
+
+
+class Broken:
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if threading.current_thread().name == "raypipe-head-start":
+            raise SystemExit("no more")
+        return np.ascontiguousarray(image[:9, :9])
+
+
+def test_a_rank_that_cannot_make_its_own_leaves_all_to_the_pool_next_time(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = stream(stores, 3, train_transform=Broken(), val_transform=None)
+    start = next(spec.plan.micro_batches(spec.plan.start()))
+    (streams,) = streams_of(spec, 1)
+    fix: Callable[..., int] = ray_stream.HeadStart.fix
+    # it is known too late
+    monkeypatch.setattr(
+        ray_stream.HeadStart, "fix", lambda head, others: head.let(3) or 3
+    )
+    batches = streams.open(start)
+    with pytest.raises(HeadStartLostError, match="no more"):
+        next(batches)
+    batches.close()
+    monkeypatch.setattr(ray_stream.HeadStart, "fix", fix)
+    with_pool = streams.open(start)
+    assert with_pool.head is None and next(with_pool).position == start
+    with_pool.close()
+
+
+def test_a_stream_is_closed_while_another_thread_waits_for_it(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(PooledStream, "connect", lambda stream: goes_on.wait())
+    spec = stream(stores, 1)
+    (streams,) = streams_of(spec, 1)
+    batches = streams.open(next(spec.plan.micro_batches(spec.plan.start())))
+    left = list[Any]()
+    reader = threading.Thread(target=lambda: left.extend(batches))
+    reader.start()
+    until(lambda: batches.head and batches.head._num_made == 1)
+    closing = threading.Thread(target=batches.close)
+    closing.start()
+    goes_on.set()
+    closing.join()
+    reader.join()
+    assert len(left) <= 1 and list(batches) == []

@@ -520,7 +520,10 @@ def column_cases() -> Iterator[Case]:
             suffix + column.removeprefix("value"): options
             for column, options in form.columns.items()
         }
-        transform = dict.fromkeys(form.transform, suffix)
+        transform = {
+            setting: dict.fromkeys(names, suffix)
+            for setting, names in form.transform.items()
+        }
         column = suffix + form.column.removeprefix("value") if columns else form.column
         write = partial(write_tar, partial(_member, suffix))
         yield Case(name, "tar", write, *common[:3], column, columns, transform)

@@ -169,7 +169,7 @@ class PlanConfig(Section, prefix="plan."):
         seed: seed of the run, at least 0.
         shuffle: "global", "window" (for stores in groups, such as Parquet, and for tars), "off", or "auto" =
             "window" if the store has groups (Parquet; tars in a bucket), else "global". A window has at least 10
-            groups and 4,096 samples; a number means windows of so many groups.
+            groups and 4,096 samples; a number is "auto", with windows of so many groups, also for tars on disk.
         val_interval: epochs between validations; the last epoch always has one; 0 = no validation.
         epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.

@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.rayext.cluster_state import LOCAL_CLUSTER
-
 # Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
 _SURE_S = 0.5
-_NICE = 5
 
 
 class Process(NamedTuple):
@@ -60,16 +57,6 @@ def is_ray_worker() -> bool:
         return False
     worker: Any = ray.get_runtime_context().worker
     return bool(worker.mode == ray.WORKER_MODE)
-
-
-def yield_cpus() -> None:
-    """Let the calling worker have a third of a rank's share while CPUs are short, on a local cluster.
-
-    A process cannot take its priority back without privileges, so it keeps this.
-    """
-    is_local_worker = is_ray_worker() and LOCAL_CLUSTER in os.environ
-    if is_local_worker and os.getpriority(os.PRIO_PROCESS, 0) == 0:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
 def started_at(pid: int) -> str:

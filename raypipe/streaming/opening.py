@@ -114,7 +114,9 @@ def open_stream(
     arguments |= {"plan": plan, "transform": transform}
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
-    opener = _Opener(options, str(plan.shuffle), _index_of(quarantine), in_memory)
+    # windows of a number of groups need a store in groups
+    shuffle = "window" if isinstance(plan.shuffle, int) else plan.shuffle
+    opener = _Opener(options, shuffle, _index_of(quarantine), in_memory)
     train_store = opener.open_train(train)
     val_store = None if val is None else opener.open(val)
     stores = _stores_by_split(train_store, val_store, plan, bool(target_column))

@@ -26,9 +26,10 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import begin_recording, traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.rayext.cluster_state import yield_cpus
 from raypipe.rayext.failures import deaths
 from raypipe.rayext.kv_store import was_restarted
-from raypipe.rayext.processes import this_process, yield_cpus
+from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import TraceSender
 from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused

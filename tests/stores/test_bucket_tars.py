@@ -172,8 +172,8 @@ def test_the_digest_is_the_local_ones_in_windows_and_in_the_whole(
 ) -> None:
     local, address = tars
     in_windows = without_ray.digests(spec_of(address))
-    assert in_windows == without_ray.digests(spec_of(local, shuffle="window"))
-    whole = without_ray.digests(spec_of(local))
+    assert in_windows == without_ray.digests(spec_of(local))
+    whole = without_ray.digests(spec_of(local, shuffle="global"))
     assert (
         whole == without_ray.digests(spec_of(address, shuffle="global")) != in_windows
     )
@@ -214,6 +214,37 @@ def test_a_scan_of_large_members_reads_headers_only(
     assert values["image"] == [image for image, _ in images] and values[
         "label"
     ].tolist() == [i % 3 for i in range(20)]
+
+
+def test_an_index_of_another_version_or_damaged_costs_a_scan(
+    tars: tuple[Path, str],
+    proxy: FaultyProxy,
+    bucket: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (index,) = [
+        p for p in _names(f"{bucket}/tars/_raypipe_index") if p.startswith("t-0.tar")
+    ]
+    good = _content(f"{bucket}/tars/_raypipe_index/{index}")
+    put(
+        write_tar(tmp_path / "new.tar", [(picture(77), 4)] * PER_TAR),
+        f"{bucket}/tars/t-0.tar",
+    )
+    store = open_store(tars[1])
+    assert len(store) == NUM_TARS * PER_TAR and store.read(np.array([0]))[
+        "label"
+    ].tolist() == [4]
+    assert (
+        "belongs to another version of the tar" in caplog.text
+        and "raypipe index" in caplog.text
+    )
+    for damaged in (b"", good[:50], b"junk", b"\x1f\x8b" + bytes(50)):
+        (tmp_path / "index").write_bytes(damaged)
+        put(tmp_path / "index", f"{bucket}/tars/_raypipe_index/{index}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAYPIPE_CACHE", str(tmp_path / f"cache {len(damaged)}"))
+            assert open_store(tars[1]).fingerprint == store.fingerprint
 
 
 def test_a_tar_that_changed_since_the_store_was_opened_is_refused(
@@ -261,6 +292,14 @@ def _names(address: str) -> list[str]:
     from raypipe.stores.addresses import names_at
 
     return sorted(names_at(address) or ())
+
+
+def _content(address: str) -> bytes:
+    from raypipe.storage.files import read_whole
+
+    content = read_whole(address)
+    assert content is not None
+    return content
 
 
 def test_groups_are_a_function_of_sizes_that_never_changes(

@@ -18,6 +18,7 @@ import raypipe
 from raypipe.commands.preview_tiles import Preview
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, CursorError, SampleError
+from raypipe.history.step_maker import StepMaker
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.writers import open_writer
 from raypipe.streaming.digest import plain_settings
@@ -189,7 +190,7 @@ def test_augmentation_sizes_and_buckets_go_on_top(store: Path) -> None:
 
 def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:
     spec = open_spec(store)
-    rows, names = Preview(spec, raypipe.AugmentConfig()).tiles([3, 7], [0])
+    rows, names = Preview(StepMaker(spec, raypipe.AugmentConfig())).tiles([3, 7], [0])
     assert names == ["transformed", "augmented"]
     # the PNG is of one color
     assert rows[0][1].image is not None and (rows[0][1].image == 7).all()

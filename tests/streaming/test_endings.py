@@ -21,6 +21,7 @@ from raypipe.commands.preview_tiles import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
+from raypipe.history.step_maker import Remade, StepMaker
 from raypipe.plan.places import Cursor
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import plain_settings
@@ -218,8 +219,9 @@ def test_a_preview_shows_images_without_the_normalization() -> None:
     nothing = v2.RandomErasing(p=0)
     for steps in (last, [*last, nothing]):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
-        shown = Preview(spec, AugmentConfig())
-        images, *_ = shown.stages(next(inline_batches(spec, spec.plan.start())))
+        maker = StepMaker(spec, AugmentConfig())
+        place = next(spec.plan.micro_batches(spec.plan.start()))
+        images, *_ = Preview(maker).stages(Remade(maker, place))
         assert all(
             np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values()
         )

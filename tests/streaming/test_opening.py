@@ -62,10 +62,16 @@ class Odd(MemoryStore):
     [
         (
             Odd(lambda read: tuple(read.values())),
-            "must return raypipe.stores.Columns of image, label, and returned tuple",
+            "must return raypipe.stores.Columns of image, label, .* and returned tuple",
         ),
-        (Odd(lambda read: {"image": read["image"]}), "image, label, and returned dict"),
-        (Odd(lambda read: Columns(read.images[1:], read.table)), "4 values of 'image'"),
+        (
+            Odd(lambda read: {"image": read["image"]}),
+            "image, label, with 4 values of each, and returned dict",
+        ),
+        (
+            Odd(lambda read: Columns(read.images[1:], read.table)),
+            "4 values of each, and returned {'image': 3, 'label': 4}",
+        ),
         (
             Odd(lambda read: Columns(["a.jpg"] * len(read.images), read.table)),
             "encoded, as bytes, and is a str",

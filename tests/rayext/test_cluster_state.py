@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raypipe.rayext import processes
+from raypipe.rayext import cluster_state
 from raypipe.rayext.cluster import _LOCAL_ENV
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER
 
@@ -22,10 +22,10 @@ def test_only_a_worker_of_a_local_cluster_yields_its_cpus(
     nice: list[int] = []
 
     def run() -> None:  # a thread's nice value is its own
-        processes.yield_cpus()
+        cluster_state.yield_cpus()
         nice.append(os.getpriority(os.PRIO_PROCESS, 0))
 
-    monkeypatch.setattr(processes, "is_ray_worker", lambda: is_worker)
+    monkeypatch.setattr(cluster_state, "is_ray_worker", lambda: is_worker)
     if is_local:
         monkeypatch.setenv(LOCAL_CLUSTER, "1")
     else:
@@ -34,7 +34,7 @@ def test_only_a_worker_of_a_local_cluster_yields_its_cpus(
     thread.start()
     thread.join()
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == [own or processes._NICE if yields else own]
+    assert nice == [own or cluster_state._NICE if yields else own]
 
 
 def test_other_workers_of_a_local_cluster_have_the_priority_of_any_process() -> None:

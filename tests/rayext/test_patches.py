@@ -19,19 +19,21 @@ from raypipe.streaming.pipeline import block_dataset
 
 
 @pytest.fixture
-def patched() -> None:
-    """Ray Data with the patches."""
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Data with the patches, in a local cluster."""
+    monkeypatch.setenv(LOCAL_CLUSTER, "1")
     context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What Ray Data's executor logs, for people."""
+    """What Ray Data's executor logs on the console."""
     found: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            if not getattr(record, "hide", False):
+                found.append(record.getMessage())
 
     logger, handler = (
         logging.getLogger("ray.data._internal.execution.streaming_executor"),

@@ -26,6 +26,12 @@ _JSON_LINE = re.compile(r'^\{"')
 _PRINT = "ray._private.worker.print_to_stdstream"
 _DISPATCHER = "ray._private.ray_logging.global_worker_stdstream_dispatcher"
 _LOSS = "lines of Ray's workers are not printed as JSON, and all of them are printed"
+# Lines of Ray's about what every stream does, in the form of errors and warnings.
+_NO_FAULTS = (
+    "has constructor arguments in the object store",
+    "worker processes have been started on node",
+    "[Gloo] Rank",
+)
 _END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
 
 _progress_ended = threading.Event()
@@ -79,6 +85,8 @@ def _printing(print_lines: Any) -> Any:
         for line in lines:
             if line == RELAY:
                 _progress_ended.set()
+            elif are_on() and any(text in line for text in _NO_FAULTS):
+                continue
             elif line.startswith(RELAY):
                 print(line.removeprefix(RELAY), flush=True)
             elif is_json() and not line.startswith("{"):

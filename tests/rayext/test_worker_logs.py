@@ -50,6 +50,16 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     assert rays_lines[1]["lines"] == ["another word"]
 
 
+def test_lines_that_look_like_faults_of_each_stream_are_not_printed(
+    rays_lines: list[dict[str, Any]],
+) -> None:
+    worker_logs.take_worker_logs()
+    noise = "core_worker.cc:2465: Actor … has constructor arguments in the object store"
+    data = {"pid": 7, "is_err": True, "lines": [noise, "a fault"]}
+    worker.print_to_stdstream(data, ignore_prefix=True)
+    assert [data["lines"] for data in rays_lines] == [["a fault"]]
+
+
 def test_logs_are_taken_from_a_ray_that_is_connected(
     monkeypatch: pytest.MonkeyPatch, rays_lines: list[dict[str, Any]]
 ) -> None:

@@ -37,5 +37,5 @@ def test_only_a_worker_of_a_local_cluster_yields_its_cpus(
     assert nice == [own or cluster_state._NICE if yields else own]
 
 
-def test_other_workers_of_a_local_cluster_have_the_priority_of_any_process() -> None:
+def test_other_workers_of_a_local_cluster_have_any_processs_priority() -> None:
     assert _LOCAL_ENV["RAY_worker_niceness"] == "0"

@@ -8,7 +8,7 @@
     CACHE/shards/.KEY-BOOT      ranges or an unpacked object, while a process writes it
     CACHE/shards/.lock          exclusive lock of the process that downloads a whole object
     CACHE/shards/.lock-NN       of the processes that fetch ranges or unpack an object whose key has this number
-    CACHE/shards/.room          see `storage.room`
+    CACHE/shards/.room          see `storage.limited_folder`
 
 All processes of a node share the cache. One shard is downloaded at a time, by the first process that needs it.
 Files are evicted for new ones, least recently used first: a process that has an evicted file open keeps reading
@@ -36,6 +36,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
 from raypipe.storage.download import download, read_pieces
 from raypipe.storage.files import RemoteFile
+from raypipe.storage.limited_folder import Room, TooLargeError
 from raypipe.storage.local_file import (
     boot_id,
     locked,
@@ -43,7 +44,6 @@ from raypipe.storage.local_file import (
 )
 from raypipe.storage.read_limit import byte_limit
 from raypipe.storage.retries import report_progress
-from raypipe.storage.room import Room, TooLargeError
 from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@
     .KEY.lock           locked by who makes it, until it is there or its maker is dead
     .KEY.xxxx           one that is being written
     .link.STREAM.PLACE  one that an actor has left for its rank, even if KEY is removed
-    .room               see `raypipe.storage.room`
+    .room               see `raypipe.storage.limited_folder`
     .lock-ranks         locked by the ranks that use the folder
     .streams/           see `raypipe.streaming.memory.streams`
 
@@ -30,6 +30,7 @@ from pathlib import Path
 from raypipe.config import PoolConfig
 from raypipe.errors import StoreError
 from raypipe.plan.places import MicroBatchId
+from raypipe.storage.limited_folder import Room, TooLargeError
 from raypipe.storage.local_file import (
     boot_id,
     cache_folder,
@@ -37,7 +38,6 @@ from raypipe.storage.local_file import (
     make_cache_folder,
     private_folder,
 )
-from raypipe.storage.room import Room, TooLargeError
 from raypipe.streaming.memory.stored import Finished, packed, unpacked
 
 logger = logging.getLogger(__name__)

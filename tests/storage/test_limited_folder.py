@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.storage import room
-from raypipe.storage.room import Room, TooLargeError
+from raypipe.storage import limited_folder
+from raypipe.storage.limited_folder import Room, TooLargeError
 
 
 def put(folder: Path, name: str, num_bytes: int, used_s: float) -> Path:
@@ -37,7 +37,7 @@ def test_what_a_killed_process_was_writing_goes_after_its_time(
     killed = put(tmp_path, ".killed", 100, time.time())
     hidden = put(tmp_path, ".new", 0, time.time())
     assert not Room(tmp_path, 150, 0.5).take(hidden, 100) and killed.exists()
-    monkeypatch.setattr(room, "_WRITTEN_S", -60.0)
+    monkeypatch.setattr(limited_folder, "_WRITTEN_S", -60.0)
     (tmp_path / ".room").unlink()
     Room(tmp_path, 150, 0.5).take(put(tmp_path, "new", 0, 1), 100)
     assert not killed.exists()

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.streaming.items import ITEM
 from raypipe.transform.fields import COLUMN
+from raypipe.transform.nest import are_equal
 
 NUM_REMADE = 4
 
@@ -49,7 +51,10 @@ def check_remade(
 def _differing(first: MadeSample, second: MadeSample) -> str:
     """The name of a field that differs; empty: none does."""
     for name in first:
-        if name not in second or not _is_equal(first[name], second[name]):
+        if name == ITEM:
+            if not are_equal(first[name], second[name]):
+                return name
+        elif name not in second or not _is_equal(first[name], second[name]):
             return name
     return ""
 

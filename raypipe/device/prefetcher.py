@@ -23,6 +23,7 @@ from raypipe.device.ambient import pinned
 from raypipe.device.decoders import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
+from raypipe.errors import ConfigError
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
@@ -108,7 +109,7 @@ class Batch(Unlike, instead=_INSTEAD):
         if IMAGE in self.fields:
             return self.fields[IMAGE]
         if TENSORS in self.fields:
-            raise AttributeError(
+            raise ConfigError(
                 "a batch of a Dataset has no image: batch.collated is what collate_fn made"
             )
         first = next(iter(self.views.values()))

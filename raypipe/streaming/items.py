@@ -70,7 +70,7 @@ class DatasetItems:
         """The Dataset, as this process has opened it."""
         _, prepare = self._code
         if prepare is not None:
-            prepare(0)
+            _prepare(prepare)
         if isinstance(self._given, str):
             return import_name(self._given, "the Dataset", trusted=True)()
         if self._content:
@@ -123,8 +123,14 @@ class DatasetItems:
 
     def __deepcopy__(self, memo: Any) -> DatasetItems:
         """A copy with other objects, as another process has them."""
-        collate, prepare = copied(self._code)
+        collate, prepare = self._code
+        collate = copied(collate)
         return _unpickled(self._given_or_bytes(), self.name, collate, prepare)
+
+
+@functools.cache
+def _prepare(prepare: Callable[[int], Any]) -> None:
+    prepare(0)
 
 
 def _unpickled(

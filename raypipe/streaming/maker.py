@@ -440,6 +440,11 @@ class MicroBatchMaker:
             self.plan.substitute(position, index, number)
             for number in range(_NUM_COMPARED)
         }
+        if position.split == "val":
+            # the plan's substitutes are training samples
+            kept = self.plan.kept["val"]
+            numbers = np.array(list(candidates)) % kept.size
+            candidates = set(kept.indices(numbers).tolist())
         others = sorted(candidates - {index, *assignment.excluded})
         for other in others:
             report_progress()

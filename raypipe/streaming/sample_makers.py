@@ -143,8 +143,11 @@ class SampleMakers:
         check_remade(originals, new_maker, self.title(position.split))
 
     def title(self, split: Split) -> str:
-        """The transform of a split, as errors name it."""
-        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
+        """The transform or the Dataset of a split, as errors name it."""
+        code = self._spec.transforms[split]
+        if isinstance(code, DatasetItems):
+            return code.name
+        return f"transform.{split} is {brief(code)}, which"
 
 
 def _fields_of(sample_maker: Maker, sample: EncodedSample, key: Key) -> dict[str, Any]:

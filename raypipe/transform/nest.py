@@ -158,6 +158,8 @@ class _Unpacker(pickle.Unpickler):
 
         dtype = getattr(torch, name)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype, device=self._tensors.device)
         return self._tensors[start : start + num_bytes].view(dtype).view(shape)
 
 

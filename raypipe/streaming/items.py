@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ray import cloudpickle
 
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
@@ -74,8 +77,6 @@ class DatasetItems:
         if isinstance(self._given, str):
             return import_name(self._given, "the Dataset", trusted=True)()
         if self._content:
-            from ray import cloudpickle  # this imports ray
-
             return cloudpickle.loads(self._content)
         return self._given
 
@@ -109,15 +110,19 @@ class DatasetItems:
 
     def __reduce__(self) -> Any:
         collate, prepare = self._code
-        return _unpickled, (self._given_or_bytes(), self.name, collate, prepare)
+        # modules that a script has found by sys.path are there, too, on this machine or a shared disk
+        return _unpickled_elsewhere, (
+            sys.path,
+            self._given_or_bytes(),
+            self.name,
+            cloudpickle.dumps((collate, prepare)),
+        )
 
     def _given_or_bytes(self) -> Any:
         """The Dataset's pickle, which is made once; or its name."""
         if isinstance(self._given, str):
             return self._given
         if not self._content:
-            from ray import cloudpickle  # this imports ray
-
             self._content = cloudpickle.dumps(self._given)
         return self._content
 
@@ -126,6 +131,13 @@ class DatasetItems:
         collate, prepare = self._code
         collate = copied(collate)
         return _unpickled(self._given_or_bytes(), self.name, collate, prepare)
+
+
+def _unpickled_elsewhere(
+    paths: list[str], dataset: Any, name: str, code: bytes
+) -> DatasetItems:
+    sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
+    return _unpickled(dataset, name, *cloudpickle.loads(code))
 
 
 @functools.cache
@@ -221,8 +233,6 @@ class ItemMaker:
             k0, k1 = key()
             collate_key = (k0 ^ _OF_COLLATE, k1)
             nest = self._collated(items, out.index[rows][counts], collate_key)
-        from ray import cloudpickle  # this imports ray
-
         return fields | pack(nest, cloudpickle.dumps)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:

@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -65,14 +65,17 @@ def unpack(fields: Mapping[str, Any]) -> Any:
     return _Unpacker(pickled, fields[TENSORS], arrays, classes).load()
 
 
-def are_equal(first: Any, second: Any) -> bool:
-    """Return whether two nests have equal values, bit by bit."""
-    return _content(first) == _content(second)
+def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
+    """Return whether two nests differ: in tensors or arrays, in other values alone, or in none, bit by bit."""
+    one, two = (_content(nest) for nest in (first, second))
+    if one[1:] != two[1:]:
+        return "numbers"
+    return "others" if one[0] != two[0] else ""
 
 
 def _content(nest: Any) -> list[bytes]:
     fields: dict[str, Any] = pack(nest)
-    return [fields[TENSORS].tobytes(), fields[FORM].values.tobytes()]
+    return [*fields[FORM].unpacked()[:2], fields[TENSORS].tobytes()]
 
 
 def is_plain(fields: Mapping[str, Any]) -> bool:
@@ -102,12 +105,12 @@ class _Values:
         if isinstance(value, type) and value.__module__ == "__main__":
             self.has_objects = True
             self.classes.append(value)
-            return "class", len(self.classes) - 1, value.__qualname__, ()
+            return "class", len(self.classes) - 1, value.__qualname__, (), None
         if type(value) is np.ndarray and value.dtype.kind in _KINDS:
             start = _append(self.arrays, _bytes_of(value))
-            return "array", start, value.dtype.str, value.shape
+            return "array", start, value.dtype.str, value.shape, None
         torch = self._torch
-        if torch is None or type(value) is not torch.Tensor:
+        if torch is None or not isinstance(value, torch.Tensor):
             return None
         if value.layout is not torch.strided:
             return None
@@ -116,11 +119,15 @@ class _Values:
                 f"the batch has a tensor on {value.device}, and actors have no such device: make it on the CPU, "
                 "from where raypipe moves it to the device of the rank"
             )
-        values = value.detach().contiguous()
+        kind = type(value)
+        # what a subclass has besides its values, such as the format of boxes
+        more = None if kind is torch.Tensor else (kind, vars(value))
+        values = value.detach().as_subclass(torch.Tensor).contiguous()
         dtype = str(value.dtype).removeprefix("torch.")
         # numpy lacks some of torch's types
         as_bytes = values.reshape(-1).view(torch.uint8).numpy()
-        return "tensor", _append(self.tensors, as_bytes), dtype, tuple(values.shape)
+        start = _append(self.tensors, as_bytes)
+        return "tensor", start, dtype, tuple(values.shape), more
 
 
 class _Pickler(pickle.Pickler):
@@ -147,20 +154,30 @@ class _Unpacker(pickle.Unpickler):
         self._classes = pickle.loads(classes) if classes else []
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, start, name, shape = pid
+        kind, start, name, shape, more = pid
         if kind == "class":
             return self._classes[start]
         if kind == "array":
             dtype = np.dtype(name)
             num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             return self._arrays[start : start + num_bytes].view(dtype).reshape(shape)
+        return self._tensor(start, name, shape, more)
+
+    def _tensor(self, start: int, name: str, shape: tuple[int, ...], more: Any) -> Any:
         import torch
 
         dtype = getattr(torch, name)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if not num_bytes:
-            return torch.empty(shape, dtype=dtype, device=self._tensors.device)
-        return self._tensors[start : start + num_bytes].view(dtype).view(shape)
+        if num_bytes:
+            values = self._tensors[start : start + num_bytes].view(dtype).view(shape)
+        else:
+            values = torch.empty(shape, dtype=dtype, device=self._tensors.device)
+        if more is None:
+            return values
+        subclass, attributes = more
+        tensor = values.as_subclass(subclass)
+        tensor.__dict__.update(attributes)
+        return tensor
 
 
 def _pickled(nest: Any, keeps_memo: bool) -> tuple[bytes, _Values]:

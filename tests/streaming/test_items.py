@@ -154,6 +154,21 @@ def test_state_from_item_to_item_is_found() -> None:
         batches(stream(Counts()))
 
 
+class Tells(Told):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), next(_counted)
+
+
+_counted = itertools.count()
+
+
+def test_numbers_besides_tensors_that_differ_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert len(batches(stream(Tells()))) == 10
+    assert "so will a digest of the stream" in caplog.text
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         return itertools.count()

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from raypipe.errors import ConfigError
-from raypipe.transform.nest import are_equal, is_plain, pack, unpack
+from raypipe.transform.nest import difference, is_plain, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -96,10 +96,24 @@ def test_a_nest_that_contains_itself_comes_back() -> None:
 
 def test_equal_nests_have_equal_fields_whatever_they_share() -> None:
     text = "".join(["a", "b"])
-    assert are_equal([text, text], ["ab", "".join(["a", "b"])])
-    assert are_equal(Image.new("L", (3, 3)), Image.new("L", (3, 3)))
-    assert not are_equal([torch.zeros(2)], [torch.tensor([0.0, -0.0])])
-    assert not are_equal((1,), [1])
+    assert difference([text, text], ["ab", "".join(["a", "b"])]) == ""
+    image = Image.new("L", (3, 3))
+    assert difference(image, image.copy()) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([torch.zeros(2)], [torch.tensor([0.0, -0.0])], "numbers"),
+        (np.ones(2), np.zeros(2), "numbers"),
+        ((1,), [1], "others"),
+        ((torch.ones(2), 1), (torch.ones(2), 2), "others"),
+    ],
+)
+def test_a_difference_in_numbers_is_told_from_others(
+    first: Any, second: Any, expected: str
+) -> None:
+    assert difference(first, second) == expected
 
 
 def test_only_a_nest_of_objects_names_classes() -> None:

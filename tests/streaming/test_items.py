@@ -18,8 +18,9 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import Batch
+from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError, CursorError, TransformError
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.items import DatasetItems
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3)
@@ -98,6 +99,15 @@ def test_items_may_differ_in_shape_from_batch_to_batch() -> None:
     spec = stream(Told(odd=range(20)), collate_fn=tuple)
     sizes = [[len(item) for item in batch.collated] for batch in batches(spec)]
     assert {size for batch in sizes for size in batch} == {2, 3}
+
+
+def test_a_nest_outlives_the_slot_of_the_ring_that_it_came_in() -> None:
+    spec = stream(Told(odd=range(20)), collate_fn=tuple)
+    hosts = inline_batches(spec, spec.plan.start())
+    ring = on_device(hosts, torch.device("cpu"), spec.plan.micro_batch_seed, ring=True)
+    kept = [batch.collated for batch in itertools.islice(ring, 10)]
+    for nest, batch in zip(kept, batches(spec), strict=True):
+        assert all(map(torch.equal, nest, batch.collated))
 
 
 def test_a_validation_has_each_sample_once() -> None:

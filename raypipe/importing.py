@@ -58,8 +58,8 @@ _STEPS = {
     "torch.optim": "torch.optim:Optimizer",
     "torchvision.transforms": "builtins:object",
 }
-# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions. What is
-# trained on may be code, which makes a Dataset.
+# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions. The
+# value of `train` may be code, which makes a Dataset.
 _DATA = re.compile(
     r"store\.(?!train|val).*|.*_column|columns|exclude|filter|storage_path|name|resume"
 )

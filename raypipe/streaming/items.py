@@ -33,7 +33,7 @@ from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failed
 logger = logging.getLogger(__name__)
 
 ITEM = "item"
-# what a collate function draws must not be what its first item drew
+# a collate function must not draw the numbers of its first item
 _OF_COLLATE = 0x9E3779B97F4A7C15
 
 Collate = Callable[[list[Any]], Any]

@@ -61,7 +61,7 @@ def _differing(first: MadeSample, second: MadeSample) -> str:
             if differs == "others":
                 logger.warning(
                     "an item has values besides its tensors and arrays, such as ids of objects, that differ each "
-                    "time it is made: so will a digest of the stream"
+                    "time it is made, and a digest of the stream will differ too"
                 )
         elif name not in second or not _is_equal(first[name], second[name]):
             return name

@@ -66,7 +66,7 @@ def unpack(fields: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
-    """Return whether two nests differ: in tensors or arrays, in other values alone, or in none, bit by bit."""
+    """Return whether two nests differ: in tensors or arrays, only in other values, or in none, bit by bit."""
     one, two = (_content(nest) for nest in (first, second))
     if one[1:] != two[1:]:
         return "numbers"

@@ -80,6 +80,7 @@ def test_actors_make_the_items_that_this_process_makes() -> None:
         Way(actors=2),
         Way(workers=2, block=3, from_step=2),
         Way(head_start=3),
+        Way(actors=2, kills=1),
     )
 
 

@@ -48,7 +48,8 @@ class DatasetItems:
     Args:
         dataset: a map-style Dataset, or `module:function` that makes one.
         collate: see `Collate`; None = torch's default.
-        prepare: called once with 0 in each process that makes items, before the first; None = nothing is.
+        prepare: called with 0 where another process has opened the Dataset, which torch's `get_worker_info` then
+            has, before its first item; None = nothing is.
 
     Attributes:
         name: name of the Dataset's class, for messages.
@@ -72,13 +73,14 @@ class DatasetItems:
     def dataset(self) -> Any:
         """The Dataset, as this process has opened it."""
         _, prepare = self._code
-        if prepare is not None:
-            _prepare(prepare)
-        if isinstance(self._given, str):
-            return import_name(self._given, "the Dataset", trusted=True)()
-        if self._content:
-            return cloudpickle.loads(self._content)
-        return self._given
+        given = self._given
+        if isinstance(given, str):
+            given = import_name(given, "the Dataset", trusted=True)()
+        elif isinstance(given, bytes):
+            given = cloudpickle.loads(given)
+        if prepare is not None and given is not self._given:
+            _prepare(prepare, given)
+        return given
 
     @functools.cached_property
     def facts(self) -> dict[str, Part]:
@@ -120,7 +122,7 @@ class DatasetItems:
 
     def _given_or_bytes(self) -> Any:
         """The Dataset's pickle, which is made once; or its name."""
-        if isinstance(self._given, str):
+        if isinstance(self._given, str | bytes):
             return self._given
         if not self._content:
             self._content = cloudpickle.dumps(self._given)
@@ -140,8 +142,12 @@ def _unpickled_elsewhere(
     return _unpickled(dataset, name, *cloudpickle.loads(code))
 
 
-@functools.cache
-def _prepare(prepare: Callable[[int], Any]) -> None:
+def _prepare(prepare: Callable[[int], Any], dataset: Any) -> None:
+    from torch.utils.data._utils import worker  # this imports torch
+
+    worker._worker_info = worker.WorkerInfo(
+        id=0, num_workers=1, seed=0, dataset=dataset
+    )
     prepare(0)
 
 
@@ -150,8 +156,6 @@ def _unpickled(
 ) -> DatasetItems:
     items = DatasetItems(dataset, collate, prepare)
     items.name = name
-    if isinstance(dataset, bytes):
-        items._content = dataset
     return items
 
 
@@ -174,10 +178,13 @@ class ItemMaker:
     def __init__(self, items: DatasetItems) -> None:
         self.fields = {LABEL: CLASS, ITEM: Field("item")}
         self._items = items
-        self._dataset = items.dataset
         self._collate = items.collate
-        self._reached = ReachedGenerators(self._dataset)
         self._is_settled = False
+
+    @functools.cached_property
+    def _reached(self) -> ReachedGenerators:
+        """The generators of the Dataset, which is opened for its first item."""
+        return ReachedGenerators(self._items.dataset)
 
     def weaken(self, strength: float) -> None:
         """Do nothing: a Dataset has no strength."""
@@ -212,9 +219,10 @@ class ItemMaker:
 
     def _item(self, index: int, key: Key) -> Any:
         k0, k1 = map(int, key)
+        keyed = self._reached.keyed((k0, k1))  # this opens the Dataset
         seed_process(k0, k1)
-        with self._reached.keyed((k0, k1)):
-            return self._dataset[index]
+        with keyed:
+            return self._items.dataset[index]
 
     def finish(
         self, out: Rows, rows: slice, key: Callable[[], Key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 from noisy_dataset import Noisy
 from ray import cloudpickle
 from same_stream import Way, assert_same_stream
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    get_worker_info,
+)
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -226,19 +233,20 @@ def test_a_dataset_by_name_is_made_in_each_process() -> None:
         assert torch.equal(one.collated, two.collated)
 
 
-prepared: list[int] = []
+def test_a_copy_of_a_dataset_is_prepared_and_known_as_a_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[Any] = []
 
+    def prepare(number: int) -> None:
+        prepared.append((number, get_worker_info().dataset))  # type: ignore[union-attr]
 
-def told_prepared() -> Told:
-    assert prepared == [0]
-    return Told()
-
-
-def test_a_process_is_prepared_once_before_its_first_item() -> None:
-    prepared.clear()
-    items = DatasetItems(f"{__name__}:told_prepared", prepare=prepared.append)
-    assert len(batches(stream(items))) == 10
-    assert prepared == [0]
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
+    items = DatasetItems(Told(), prepare=prepare)
+    assert isinstance(items.dataset, Told) and not prepared
+    copies = [copy.deepcopy(items) for _ in range(2)]
+    opened = [(0, each.dataset) for each in copies for _ in range(2)]
+    assert prepared == opened[::2]
 
 
 def test_a_batch_of_a_dataset_says_where_its_items_are() -> None:

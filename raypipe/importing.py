@@ -60,7 +60,7 @@ _STEPS = {
 }
 # Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions.
 _DATA = re.compile(
-    r"store\..*|.*_column|train|val|columns|exclude|filter|storage_path|name|resume"
+    r"store\..*|.*_column|train|val|columns|exclude|filter|take|storage_path|name|resume"
 )
 # Imported names have no separators of paths, so that no module is found outside the search path.
 _ADDRESS = re.compile(r"([^\s:./\\]+(?:\.[^\s:./\\]+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")

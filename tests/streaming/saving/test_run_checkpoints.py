@@ -73,7 +73,7 @@ def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
         raise ConfigError("no space left")
 
     save(writer, 1, {}, before=fail)
-    until(lambda: writer._error)
+    until(lambda: not writer.is_writing)
     with pytest.raises(ConfigError, match="no space left"):
         save(writer, 2, {}) if way == "save" else getattr(writer, way)()
     writer.check()

@@ -27,7 +27,7 @@ def trace(
 
     It trains for a minute with the settings of a run, in a new folder, and draws reader, actors, ring, waits,
     steps, checkpoints and faults on one clock, with arrows along each micro-batch. Open the file at
-    https://ui.perfetto.dev. If the run itself was traced (train.trace_s), its trace is copied.
+    https://ui.perfetto.dev. If the run itself was traced (train.log), its trace is copied.
 
     Examples:
         raypipe trace runs/20261121-104600-3fa2 -o trace.json
@@ -43,7 +43,8 @@ def trace(
     check_has_settings(target)
     found = _trace_of(target)
     if found is None:
-        train = dataclasses.replace(run.train, trace_s=seconds)
+        log = [*run.train.log, f"trace {seconds:f}s"]
+        train = dataclasses.replace(run.train, log=log)
         found = _traced(dataclasses.replace(run, train=train))
     if found is None:
         raise ConfigError(f"{output} cannot be made: the run wrote no trace")

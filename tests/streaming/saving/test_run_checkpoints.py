@@ -112,7 +112,8 @@ def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
 
 @pytest.fixture
 def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
-    config = {"checkpoint_interval": 1, "ema_decay": 0.9, "max_grad_norm": 1.0}
+    optimizer = {"name": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0}
+    config = {"checkpoint_interval": 1, "optimizer": optimizer}
     return small_run(tmp_path, stores["train"], stores["val"], 2, 4, **config)
 
 

@@ -43,7 +43,7 @@ def trace(
     check_has_settings(target)
     found = _trace_of(target)
     if found is None:
-        log = [*run.train.log, f"trace {seconds:f}s"]
+        log = [*run.train.log, f"trace {round(seconds, 3)}s"]
         train = dataclasses.replace(run.train, log=log)
         found = _traced(dataclasses.replace(run, train=train))
     if found is None:

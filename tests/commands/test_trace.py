@@ -1,4 +1,4 @@
-"""The command `trace`, and the folders that stand for settings; runs are in tests/faults."""
+"""The command `trace`, and the folders that stand for settings; faults are in tests/faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_runs import small_run
 
 from raypipe.commands.trace import check_has_settings, trace
 from raypipe.config import RunConfig
@@ -47,3 +48,15 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_run(
 ) -> None:
     with pytest.raises(ConfigError, match="existing, writable folder"):
         trace(RunConfig(), output=str(tmp_path / "none" / "t.json"))
+
+
+@pytest.mark.system
+def test_a_traced_run_stops_with_its_trace_and_leaves_nothing(
+    ray_cluster: None, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run = small_run(tmp_path / "runs", stores["train"], stores["val"], 1000, 2)
+    output = tmp_path / "t.json"
+    found = trace(run, output=str(output), seconds=0.5)
+    events = json.loads(output.read_text())["traceEvents"]
+    assert found["processes"] > 2 and len(events) == found["events"]
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -55,7 +55,6 @@ _Section = TypeVar("_Section")
 _FOR_STORES: Mapping[str, Any] = {
     "train_transform": "",
     "val_transform": "",
-    "exclude": "",
     "filter": "",
     "image_column": "image",
     "target_column": "label",
@@ -135,7 +134,7 @@ def open_stream(
     arguments |= {"plan": plan, "transform": transform}
     if is_dataset(train):
         check_arguments(arguments, _FOR_STORES)
-        parts = open_items(train, val, collate_fn, plan, transform)
+        parts = open_items(train, val, collate_fn, plan, transform, exclude, take)
         return StreamSpec(
             transform=transform,
             pool=pool,

@@ -162,7 +162,7 @@ def hops(
             needs(lambda share: per_s / rows / 1000 * execution_ms(cpus)),
             1.0,
             "core",
-            "pool.cpus_per_actor; pool.micro_batches_per_block",
+            "pool.cpus_per_actor; pool.max_in_flight",
         )
 
     to_host = needs(lambda share: gb_per_s * share)

@@ -162,7 +162,7 @@ def spec_of(case: Case) -> StreamSpec:
             min_actors=case.actors,
             max_actors=case.actors,
             cpus_per_actor=0.01,
-            micro_batches_per_block=case.block,
+            max_in_flight=(0, case.block),
         ),
     )
 

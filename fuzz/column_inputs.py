@@ -101,7 +101,7 @@ def rows_of(
     spec = open_stream(
         store,
         plan=PlanConfig(epochs=1, micro_batch_size=NUM, shuffle="off"),
-        transform=TransformConfig(train="none", max_targets=40, **case.transform),
+        transform=TransformConfig(train="none", **case.transform),
         columns=case.columns,
     )
     given = None

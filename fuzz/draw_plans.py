@@ -125,8 +125,7 @@ def compositions(draw: st.DrawFn) -> Composition:
         aug_repeats=draw(st.sampled_from([k for k in (1, 2, 4) if per_step % k == 0])),
         epoch_samples=pick(0, "shortest", "longest", whole(per_step * micro_batch, 60)),
         mixture=mixture,
-        buckets=buckets,
-        val_buckets=bool(buckets) and pick(True, False),
+        buckets={"train": buckets, "val": pick(buckets, [])},
         val_interval=pick(1, 2),
         **by,
     )
@@ -176,7 +175,7 @@ def compositions(draw: st.DrawFn) -> Composition:
             weights[samples] = [
                 sizes[label] ** -config.weights for label in columns["label"][samples]
             ]
-    sides = config.bucket_sides or [(1, 1)]
+    sides = config.sides_in("train") or [(1, 1)]
     return Composition(
         plan,
         kept,
@@ -230,7 +229,7 @@ def declared_steps(made: Composition) -> int:
             if w
         ]
         draws = max(ends) if wanted == "longest" else min(ends)
-    elif len(sizes) == 1 and config.buckets and made.weights is None:
+    elif len(sizes) == 1 and config.train_buckets and made.weights is None:
         unit = config.micro_batch_size
         draws = sum(
             n // unit * unit
@@ -308,13 +307,14 @@ def check_draws(made: Composition, found: Found) -> None:
         assert len(np.unique(keys[:, 0])) == len(np.unique(keys[:, 1])) == len(of_epoch)
     run = [draw for at, drawn in found if at.split == "train" for draw in drawn]
     assert len(run) == len(set(run)), "no draw of a run is another's"
-    for at, drawn in found if plan.config.buckets else ():
+    for at, drawn in found if plan.config.train_buckets else ():
         if at.split == "train":
             (bucket,) = {int(made.buckets[index]) for index, _, _ in drawn}
-            assert plan.bucket_of(at) == plan.config.bucket_sides[bucket]
+            assert plan.bucket_of(at) == plan.config.sides_in("train")[bucket]
             now, last = made.transform.size_at(at.epoch), made.transform.final_size
             exact = [
-                Fraction(side * now, last) for side in plan.config.bucket_sides[bucket]
+                Fraction(side * now, last)
+                for side in plan.config.sides_in("train")[bucket]
             ]
             size = size_in(made.transform, "train", at.epoch, plan.bucket_of(at))
             assert isinstance(size, tuple)
@@ -335,7 +335,7 @@ def check_one_store(
     if made.weights is None:
         size = (
             sum(n // unit * unit for n in sizes.values())
-            if config.buckets
+            if config.train_buckets
             else len(kept)
         )
         walks = isinstance(config.epoch_samples, int) and config.epoch_samples
@@ -347,7 +347,7 @@ def check_one_store(
             assert len(set(of_pass)) == len(of_pass) <= size
             if len(of_pass) == size:  # all but what fills no micro-batch of its bucket
                 counts = Counter(made.buckets[of_pass].tolist())
-                assert not config.buckets or counts == {
+                assert not config.train_buckets or counts == {
                     b: n // unit * unit for b, n in sizes.items() if n >= unit
                 }
             assert (
@@ -364,7 +364,7 @@ def check_one_store(
                 float(made.weights[inside].sum()),
                 sum(samples[index] for index in inside.tolist()),
             )
-            if config.buckets:
+            if config.train_buckets:
                 assert count % unit == 0
                 check_is_share(
                     count // unit, float(len(of_epoch) // unit * weight / total)
@@ -397,7 +397,7 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
     sources = np.zeros(len(made.buckets), np.int64)
     for number, samples in enumerate(stores):
         sources[samples] = number
-    all_buckets = range(len(config.buckets) or 1)
+    all_buckets = range(len(config.train_buckets) or 1)
     weights = np.ones(len(sources)) if made.weights is None else made.weights
     leaves = {
         (s, b): samples[made.buckets[samples] == b]
@@ -424,7 +424,7 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
         }
         for step in steps:
             indices = [[index for index, _, _ in place] for place in step]
-            if not config.buckets:
+            if not config.train_buckets:
                 indices = [[index for place in indices for index in place]]
             else:
                 counts = Counter(int(made.buckets[place[0]]) for place in indices)
@@ -488,16 +488,10 @@ def check_validations(made: Composition, found: Found) -> None:
         assert set(padded.values()) <= {1}
         for at, indices in places:
             bucket = plan.bucket_of(at)
-            assert (
-                (bucket in config.bucket_sides)
-                if config.val_buckets
-                else (bucket is None)
-            )
-            for index in indices if config.val_buckets else ():
-                assert (
-                    index == PADDING
-                    or config.bucket_sides[made.val_buckets[index]] == bucket
-                )
+            sides = config.sides_in("val")
+            assert (bucket in sides) if sides else (bucket is None)
+            for index in indices if sides else ():
+                assert index == PADDING or sides[made.val_buckets[index]] == bucket
 
 
 def check_ranks(plan: Plan, found: Found) -> None:

@@ -228,8 +228,7 @@ PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4, "weights": 1.0, "shuffle": "off"},
     {
         "micro_batch_size": 2,
-        "buckets": ["192x256", "256x192"],
-        "val_buckets": True,
+        "buckets": {"train": ["192x256", "256x192"], "val": ["192x256"]},
         "epoch_samples": 8,
     },
     {"micro_batch_size": 4, "mixture": {"a": 1, "b": 2}, "epoch_samples": "longest"},

@@ -231,11 +231,10 @@ def search(
             f"{folder}/{CONFIG_FILE}", CONFIG_HEAD + json.dumps(as_plain(run) | own)
         )
         print(f"search     {folder}; continue it with --resume", flush=True)
-        train = replace(
-            run.train,
-            num_workers=1,
-            num_classes=num_classes_of(run, spec_of(run)),
-        )
+        name, arguments = run.train.named("model")
+        num_classes = num_classes_of(run, spec_of(run))
+        model = {"name": name, **arguments, "num_classes": num_classes}
+        train = replace(run.train, num_workers=1, model=model)
         chosen = policies(
             replace(run, storage_path=f"{folder}/trials", train=train),
             trials,

@@ -36,6 +36,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
+Outputs = Annotated[int, Limits(0, 1 << 24)]
 Epochs = Annotated[float, Limits(0, MAX_INT)]
 Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
@@ -187,9 +188,8 @@ class PlanConfig(Section, prefix="plan."):
         aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
             augmentation) and in another micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
-            a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
-            transform.size.
-        val_buckets: use the buckets for validation too, instead of transform.size.
+            a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; or
+            `{train: SIZES, val: SIZES}`, for validation too; empty = transform.size.
         sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
             Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
@@ -215,8 +215,7 @@ class PlanConfig(Section, prefix="plan."):
     )
     weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
-    buckets: list[str] = field(default_factory=list)
-    val_buckets: bool = False
+    buckets: list[str] | dict[str, list[str]] = field(default_factory=list)
     sampler: str | dict[str, Any] | type = ""
     drop_last: bool = True
     skip: list[int | str] = field(default_factory=list)
@@ -285,18 +284,17 @@ class PlanConfig(Section, prefix="plan."):
             )
 
     def _check_buckets(self) -> None:
-        ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
-            set(self.bucket_sides)
-        ) == len(self.buckets)
-        self._require(
-            ok,
-            "buckets",
-            "different sizes HEIGHTxWIDTH in pixels, such as 192x256",
-        )
-        ok = all(height * width <= _MAX_PIXELS for height, width in self.bucket_sides)
-        self._require(ok, "buckets", f"sizes of at most {_MAX_PIXELS} pixels")
-        has_buckets = bool(self.buckets) or not self.val_buckets
-        self._require(has_buckets, "val_buckets", "false without plan.buckets")
+        expected = "different sizes HEIGHTxWIDTH in pixels, such as 192x256"
+        for names in self._buckets_by_split.values():
+            are_sides = all(map(_SIDES.fullmatch, names))
+            self._require(
+                are_sides and len(set(names)) == len(names), "buckets", expected
+            )
+        for height, width in [*self.sides_in("train"), *self.sides_in("val")]:
+            ok = height * width <= _MAX_PIXELS
+            self._require(ok, "buckets", f"sizes of at most {_MAX_PIXELS} pixels")
+        ok = self._buckets_by_split.keys() <= {"train", "val"}
+        self._require(ok, "buckets", "sizes, or {train: SIZES, val: SIZES}")
 
     @property
     def window_groups(self) -> int:
@@ -310,21 +308,27 @@ class PlanConfig(Section, prefix="plan."):
         return [(int(ends[0]) - 1, int(ends[-1])) for ends in texts]
 
     @property
-    def bucket_sides(self) -> list[tuple[int, int]]:
-        """Height and width of each bucket."""
-        pairs = (bucket.split("x") for bucket in self.buckets)
-        return [(int(height), int(width)) for height, width in pairs]
+    def _buckets_by_split(self) -> dict[str, list[str]]:
+        if isinstance(self.buckets, dict):
+            return self.buckets
+        return {"train": self.buckets}
+
+    @property
+    def train_buckets(self) -> list[str]:
+        """Sizes of training images; empty without buckets."""
+        return self._buckets_by_split.get("train", [])
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
         """Height and width of each bucket of a split."""
-        if split == "train" or self.val_buckets:
-            return self.bucket_sides
-        return []
+        names = self._buckets_by_split.get(split, [])
+        pairs = (bucket.split("x") for bucket in names)
+        return [(int(height), int(width)) for height, width in pairs]
 
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store equally often."""
-        plain = not (self.weights or self.mixture or self.buckets or self.sampler)
+        drawn = self.weights or self.mixture or self.train_buckets or self.sampler
+        plain = not drawn
         return plain and not (
             isinstance(self.epoch_samples, int) and self.epoch_samples
         )
@@ -368,8 +372,8 @@ class TransformConfig(Ramped, prefix="transform."):
         targets: columns of targets that are transformed together with the image, such as `{mask: seg, boxes: b}`:
             `mask`, a PNG of one channel; `boxes`, `[x0, y0, x1, y1, label]` in pixels; `keypoints`,
             `[x, y, label]` in pixels. `boxes_xywh` are boxes of a corner, width and height, as COCO has them.
-            Hugging Face's structs of lists may have either, so they must be `boxes_xywh` or `boxes_xyxy`.
-        max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
+            Hugging Face's structs of lists may have either, so they must be `boxes_xywh` or `boxes_xyxy`. A sample
+            may have 100 boxes, and 100 keypoints, or as many as `max: 300` says; one with more ends the run.
         make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
             tokens of a caption; empty = batches get the columns of the store.
         max_bad_fraction: the run ends if more than this share of an actor's samples is bad, after the first 10. Up
@@ -385,8 +389,7 @@ class TransformConfig(Ramped, prefix="transform."):
     decode: Literal["cpu", "array", "device"] = "cpu"
     strength: Share | tuple[Share, ...] = 1.0
     apply_exif: bool = False
-    targets: dict[str, str] = field(default_factory=dict)
-    max_targets: Room = 100
+    targets: dict[str, str | Room] = field(default_factory=dict)
     make_columns: str = ""
     max_bad_fraction: Share = 0.01
     time_limit_s: Annotated[float, Limits(0, 1e9)] = 120.0
@@ -396,12 +399,16 @@ class TransformConfig(Ramped, prefix="transform."):
         self._check_strength()
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", "module:function, or empty")
-        known = set(self.targets) <= {*_TARGETS, "boxes_xyxy", "boxes_xywh"}
-        boxes = [name for name in self.targets if name.startswith("boxes")]
+        known = set(self._target_names) <= {*_TARGETS, "boxes_xyxy", "boxes_xywh"}
+        boxes = [name for name in self._target_names if name.startswith("boxes")]
+        kinds_fit = all(
+            isinstance(value, int if name == "max" else str)
+            for name, value in self.targets.items()
+        )
         self._require(
-            known and len(boxes) < 2,
+            known and kinds_fit and len(boxes) < 2,
             "targets",
-            "columns by name: mask, boxes (or boxes_xyxy, boxes_xywh), keypoints",
+            "columns by name: mask, boxes (or boxes_xyxy, boxes_xywh), keypoints; and max, a number",
         )
         self._require(
             0 in self.size_by_epoch,
@@ -442,20 +449,30 @@ class TransformConfig(Ramped, prefix="transform."):
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by name: mask, boxes, keypoints; mostly empty."""
         named = {
-            name.partition("_")[0]: column for name, column in self.targets.items()
+            name.partition("_")[0]: str(self.targets[name])
+            for name in self._target_names
         }
         return {name: named[name] for name in _TARGETS if name in named}
 
     @property
+    def _target_names(self) -> list[str]:
+        return [name for name in self.targets if name != "max"]
+
+    @property
+    def max_targets(self) -> int:
+        """Boxes, and keypoints, that a sample may have."""
+        return int(self.targets.get("max", 100))
+
+    @property
     def boxes_format(self) -> str:
         """The format of the boxes: xyxy or xywh; empty = xyxy, but for structs of lists."""
-        forms = [name.partition("_")[2] for name in self.targets]
+        forms = [name.partition("_")[2] for name in self._target_names]
         return "".join(forms)
 
     @property
     def target_settings(self) -> str:
         """The settings that name `target_columns`, for messages."""
-        return ", ".join(f"transform.targets.{name}" for name in self.targets)
+        return ", ".join(f"transform.targets.{name}" for name in self._target_names)
 
 
 @dataclass(frozen=True)
@@ -470,8 +487,9 @@ class PoolConfig(Section, prefix="pool."):
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
             After 12 times as long without waiting it gives idle actors back.
-        micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
-        max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
+        max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank. Or
+            [MAX, BLOCK], with the micro-batches that Ray moves at a time, such as [0, 8]; 0 = chosen by their size
+            and time.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors". Groups of tars stay in a node's cache, so on a
             cluster of one machine, which raypipe has started, the actors read these themselves.
@@ -493,8 +511,7 @@ class PoolConfig(Section, prefix="pool."):
         1.0  # Ray counts in ten-thousandths
     )
     grow_after_s: Seconds = 5.0
-    micro_batches_per_block: int = 0
-    max_in_flight: int = 0
+    max_in_flight: int | tuple[int, ...] = 0
     reader: Literal["auto", "actors", "separate"] = "auto"
     head_start: Annotated[int, Limits(-1, MAX_INT)] = -1
     stall_timeout_s: Seconds = 900.0
@@ -510,10 +527,24 @@ class PoolConfig(Section, prefix="pool."):
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", expected)
+        ok = not isinstance(self.max_in_flight, tuple) or len(self.max_in_flight) == 2
+        self._require(ok, "max_in_flight", "a whole number, or [MAX, BLOCK]")
         place = self.remember_in
         is_known = place in ("off", "memory", "disk") or place[:1] == "/"
         expected = '"off", "memory", "disk", or the whole path of a folder'
         self._require(is_known, "remember", f"{expected}, or {{PLACE: BYTES}}")
+
+    @property
+    def most_in_flight(self) -> int:
+        """Micro-batches in work or waiting at any time; 0 = by themselves."""
+        if isinstance(self.max_in_flight, tuple):
+            return self.max_in_flight[0]
+        return self.max_in_flight
+
+    @property
+    def micro_batches_per_block(self) -> int:
+        """Micro-batches that Ray moves at a time; 0 = by themselves."""
+        return self.max_in_flight[1] if isinstance(self.max_in_flight, tuple) else 0
 
     @property
     def remember_in(self) -> str:
@@ -541,12 +572,12 @@ class PoolConfig(Section, prefix="pool."):
         Returns:
             Two numbers of blocks, and a number of micro-batches; 0 = no limit.
         """
-        if not self.max_in_flight:
+        if not self.most_in_flight:
             return 2 * ranks, 3, self.micro_batches_per_block
         largest = self.micro_batches_per_block or max(
-            1, self.max_in_flight // (2 * ranks + 3 * actors)
+            1, self.most_in_flight // (2 * ranks + 3 * actors)
         )
-        return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
+        return max(self.most_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
     def least_actors(self) -> int:
@@ -567,11 +598,10 @@ class AugmentConfig(Ramped, prefix="augment."):
         module: `module:name` of a torch module, such as Kornia's, of its class, or of a function, which runs after
             the operations: float images (B, 3, H, W) in [0, 1] → the same, random by global generators; it may
             take `strength`. In Python also the object. A `Normalize` at its end replaces `mean` and `std`.
-        mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
-        cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
-            mixed micro-batches.
-        mix_prob: share of the micro-batches that are mixed; or the shares that MixUp and CutMix get, such as
-            [0.3, 0.5].
+        mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp. Or [ALPHA, SHARE], with the share of the
+            micro-batches that it mixes, such as [0.2, 0.3]; without shares MixUp and CutMix mix all of them, each
+            half if both are on.
+        cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. Or [ALPHA, SHARE].
         differentiable: record the gradients of the augmentation, for adversarial training and trainable modules:
             batches get `pixels` and `augment` (docs/training-loop.md).
         strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
@@ -584,9 +614,8 @@ class AugmentConfig(Ramped, prefix="augment."):
     preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str | Callable = ""
-    mixup_alpha: Alpha = 0.0
-    cutmix_alpha: Alpha = 0.0
-    mix_prob: Share | tuple[Share, ...] = 1.0
+    mixup_alpha: Alpha | tuple[Alpha, ...] = 0.0
+    cutmix_alpha: Alpha | tuple[Alpha, ...] = 0.0
     differentiable: bool = False
     strength: Share | tuple[Share, ...] = 1.0
 
@@ -605,29 +634,41 @@ class AugmentConfig(Ramped, prefix="augment."):
         self._check_strength()
 
     def _check_shares(self) -> None:
-        shares = self.mix_prob
-        if not isinstance(shares, tuple):
-            return
-        self._require(
-            len(shares) == 2 and sum(shares) <= 1,
-            "mix_prob",
-            "a share, or [MIXUP, CUTMIX], two shares that add up to at most 1",
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            value = getattr(self, name)
+            ok = not isinstance(value, tuple) or (
+                len(value) == 2 and value[0] > 0 and value[1] <= 1
+            )
+            expected = "an alpha, or [ALPHA, SHARE] with an alpha above 0 and a share of at most 1"
+            self._require(ok, name, expected)
+        expected = (
+            "of a share that adds up to at most 1 with that of augment.mixup_alpha"
         )
-        for name, share in zip(("mixup", "cutmix"), shares, strict=True):
-            alpha = getattr(self, f"{name}_alpha")
-            ok = bool(share) == bool(alpha)
-            expected = f"above 0 where its share in augment.mix_prob is, {share:g}"
-            self._require(ok, f"{name}_alpha", expected)
+        self._require(sum(self.mix_shares) <= 1, "cutmix_alpha", expected)
+
+    @property
+    def mix_alphas(self) -> tuple[float, float]:
+        """Alphas of MixUp and CutMix; 0 = off."""
+        mixup, cutmix = (
+            value[0] if isinstance(value, tuple) else value
+            for value in (self.mixup_alpha, self.cutmix_alpha)
+        )
+        return mixup, cutmix
 
     @property
     def mix_shares(self) -> tuple[float, float]:
         """Shares of the micro-batches that MixUp and CutMix get."""
-        if isinstance(self.mix_prob, tuple):
-            return self.mix_prob[0], self.mix_prob[1]
-        mixup = self.mixup_alpha > 0
-        cutmix = self.cutmix_alpha > 0
-        share = self.mix_prob / max(1, mixup + cutmix)
-        return share * mixup, share * cutmix
+        values = (self.mixup_alpha, self.cutmix_alpha)
+        given = [value[1] for value in values if isinstance(value, tuple)]
+        left = max(0.0, 1 - sum(given))
+        num_left = sum(bool(value) for value in values) - len(given)
+        shares = []
+        for value in values:
+            if isinstance(value, tuple):
+                shares.append(value[1])
+            else:
+                shares.append(left / num_left if value else 0.0)
+        return shares[0], shares[1]
 
 
 Imported = Literal["model", "loss", "metrics", "optimizer", "lr_schedule"]
@@ -647,7 +688,10 @@ class TrainConfig(Section, prefix="train."):
 
     Attributes:
         model: "small" (a convolutional net for tiny images), a classification model of torchvision, or a
-            `module:function` that makes a model for `num_classes`.
+            `module:function` that makes a model for `num_classes`. Also with arguments, such as
+            `{name: resnet50, num_classes: 10, compile: true}`: `num_classes`, classes, or outputs of the model, if
+            left out as many as the store's classes, or as the numbers in a target that is a list; `compile`, by
+            torch.compile, whose first step takes minutes.
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
             targets other than classes need one. Also with arguments, such as
             `{name: cross_entropy, label_smoothing: 0.05}`: 0.1 if left out; validation has none.
@@ -656,12 +700,12 @@ class TrainConfig(Section, prefix="train."):
             none.
         optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`. Also
             with arguments, `{name: sgd, momentum: 0.8, weight_decay: 0.0001}`; if left out, momentum is 0.9, and
-            the weight decay, of all parameters but biases and normalization layers, 0.00005.
+            the weight decay, of all parameters but biases and normalization layers, 0.00005. With any of them:
+            `max_grad_norm`, to which the norm of the gradient of all parameters is clipped; and `ema_decay`, below
+            1, of an exponential moving average of the weights, which is then validated. 0 = neither.
         lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
             steps, the number of warm-up steps, and `lr`. Also with arguments, `{name: cosine, warmup_epochs: 5}`:
             the epochs in which the rate rises linearly, before it follows a cosine to 0; 1 if left out.
-        num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
-            target that is a list.
         lr: peak learning rate; 0 = in proportion to the samples of a step: 0.1 for 256 of them with sgd and your
             own optimizers (Goyal et al. 2017), 0.0005 for 512 with adamw (Touvron et al. 2021).
         num_workers: W, the training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs. Or
@@ -669,9 +713,6 @@ class TrainConfig(Section, prefix="train."):
         use_gpu: train on GPUs; "auto" = if the cluster has any.
         cpus_per_worker: CPUs that Ray reserves for each training process; 0 = 1, or less if CPUs are scarce.
         amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 on GPUs, off on CPUs.
-        compile: compile the model with torch.compile; the first step then takes minutes.
-        max_grad_norm: clip the norm of the gradient of all parameters to this; 0 = no clipping.
-        ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
         deterministic_reduce: sum gradients in an order that does not depend on W, instead of using DDP
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
@@ -686,33 +727,28 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log: what else the run's folder gets: "samples", the sample indices of every micro-batch, in samples.jsonl
             (the ranks then wait for each other at every step); "digest", a hash of every micro-batch, as the model
-            gets it, in digests/, for `raypipe audit`, which gives each epoch a root, a hash over all hashes.
-        trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
-            Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
+            gets it, in digests/, for `raypipe audit`, which gives each epoch a root, a hash over all hashes;
+            "trace 60s", Chrome trace events of all processes of the stream, until so long after the first batch,
+            in trace.json, for https://ui.perfetto.dev.
     """
 
-    model: str = "resnet50"
+    model: Named = "resnet50"
     loss: Named = "cross_entropy"
     metrics: str = ""
     optimizer: Named = "sgd"
     lr_schedule: Named = "cosine"
-    num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
     lr: Annotated[float, Limits(0, 1e30)] = 0.0
     num_workers: int | tuple[int, ...] = 0
     use_gpu: bool | Literal["auto"] = "auto"
     cpus_per_worker: Annotated[float, Limits(0, 1e6)] = 0.0
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
-    compile: bool = False
-    max_grad_norm: float = 0.0
-    ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
     stop_grace_s: Seconds = 20.0  # within the 30 s of Kubernetes and Slurm, with the checkpoint and Ray's end
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
-    log: list[Literal["samples", "digest"]] = field(default_factory=list)
-    trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
+    log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -726,6 +762,11 @@ class TrainConfig(Section, prefix="train."):
         smoothing = self.label_smoothing
         check("train.loss: label_smoothing", smoothing, BelowOne)
         check("train.lr_schedule: warmup_epochs", self.warmup_epochs, Epochs)
+        check("train.model: name", self.model_name, str)
+        check("train.model: num_classes", self.num_classes, Outputs)
+        check("train.model: compile", self.compiles, bool)
+        check("train.optimizer: max_grad_norm", self.max_grad_norm, float)
+        check("train.optimizer: ema_decay", self.ema_decay, BelowOne)
         ok = not self.metrics or ":" in self.metrics
         self._require(ok, "metrics", "module:name, or empty")
         sizes = self.num_workers
@@ -734,12 +775,17 @@ class TrainConfig(Section, prefix="train."):
         )
         self._require(ok, "num_workers", "a whole number, or [MIN, MAX]")
         interval = self.checkpoint_interval
-        ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
         self._require(
-            ok,
+            isinstance(interval, int) or _seconds_of(interval) is not None,
             "checkpoint_interval",
             'a number of steps, or a time such as "10min"',
         )
+        for entry in self.log:
+            self._require(
+                entry in ("samples", "digest") or _traced_s(entry) is not None,
+                "log",
+                'a list of "samples", "digest" and "trace TIME", such as "trace 60s"',
+            )
 
     def named(self, setting: Imported) -> tuple[str, dict[str, Any]]:
         """Return the name that a setting has, and its arguments."""
@@ -750,9 +796,42 @@ class TrainConfig(Section, prefix="train."):
         return arguments.pop("name", ""), arguments
 
     @property
+    def model_name(self) -> str:
+        """The name of the model."""
+        return self.named("model")[0]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes, or outputs of the model; 0 = as the store has them."""
+        return self.named("model")[1].get("num_classes", 0)
+
+    @property
+    def compiles(self) -> bool:
+        """True if torch.compile compiles the model."""
+        return self.named("model")[1].get("compile", False)
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Further arguments of the model."""
+        arguments = self.named("model")[1]
+        for of_run in ("num_classes", "compile"):
+            arguments.pop(of_run, None)
+        return arguments
+
+    @property
     def label_smoothing(self) -> float:
         """Label smoothing of cross_entropy, in [0, 1)."""
         return self.named("loss")[1].get("label_smoothing", 0.1)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The largest norm of the gradient; 0 = it is not clipped."""
+        return self.named("optimizer")[1].get("max_grad_norm", 0.0)
+
+    @property
+    def ema_decay(self) -> float:
+        """Decay of the average of the weights; 0 = there is none."""
+        return self.named("optimizer")[1].get("ema_decay", 0.0)
 
     @property
     def warmup_epochs(self) -> float:
@@ -786,10 +865,27 @@ class TrainConfig(Section, prefix="train."):
     @property
     def checkpoint_s(self) -> float:
         """Seconds between checkpoints within an epoch."""
-        time = _TIME.fullmatch(str(self.checkpoint_interval))
-        if time:
-            return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]]
-        return math.inf
+        seconds = _seconds_of(str(self.checkpoint_interval))
+        return math.inf if seconds is None else seconds
+
+    @property
+    def trace_s(self) -> float:
+        """Seconds from the first batch on that are traced; 0 = no trace."""
+        return max((_traced_s(entry) or 0.0 for entry in self.log), default=0.0)
+
+
+def _seconds_of(text: str) -> float | None:
+    """The seconds of a time such as "10min"; None = another text."""
+    time = _TIME.fullmatch(text)
+    if time is None:
+        return None
+    return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]]
+
+
+def _traced_s(entry: str) -> float | None:
+    """The seconds of an entry of `train.log` such as "trace 60s"; None = another entry."""
+    kind, _, time = entry.partition(" ")
+    return _seconds_of(time) if kind == "trace" else None
 
 
 @dataclass(frozen=True)

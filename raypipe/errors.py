@@ -31,6 +31,17 @@ def without_credentials(text: str) -> str:
     return _OPTION.sub(r"\1…", _LOGIN.sub("://…@", text))
 
 
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors of taking apart a value that is damaged, or that somebody else wrote."""
+
+
 class RaypipeError(Exception):
     """Base class of the errors that raypipe raises on purpose; messages never show credentials of an address."""
 

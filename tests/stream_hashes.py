@@ -187,7 +187,7 @@ def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of FED: what the device gets, on the CPU."""
     yield "fed", [stores["lmdb"], "{}", "{}"]
     mixing = (
-        '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
+        '{"preset": "strong", "mixup_alpha": [0.4, 0.45], "cutmix_alpha": [1.0, 0.45]}'
     )
     yield "fed, augmented", [stores["lmdb"], "{}", mixing]
 

@@ -28,6 +28,7 @@ MODULES = sorted(
 PACKAGES = [
     "kernel",
     "errors",
+    "background",
     "mistakes",
     "environment",
     "importing",

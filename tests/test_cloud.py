@@ -76,7 +76,7 @@ spec = raypipe.open_stream(
     sys.argv[1],
     plan=raypipe.PlanConfig(epochs=2, micro_batch_size=4, seed=3, shuffle="window"),
     transform=raypipe.TransformConfig(train="heavy", size=32),
-    pool=raypipe.PoolConfig(min_actors=2, micro_batches_per_block=1),
+    pool=raypipe.PoolConfig(min_actors=2, max_in_flight=(0, 1)),
 )
 start = spec.plan.start()
 digests, killed = [], []

@@ -57,7 +57,7 @@ BAD: list[tuple[type, str, Any]] = [
     (TrainConfig, "checkpoint_interval", -1),
     (TrainConfig, "checkpoint_interval", "10 minutes"),
     (TrainConfig, "checkpoint_interval", "-1min"),
-    (TrainConfig, "num_classes", -1),
+    (TrainConfig, "model", {"name": "small", "num_classes": -1}),
     (TrainConfig, "cpus_per_worker", -1.0),
     (TrainConfig, "max_failures", -2),
 ]
@@ -92,7 +92,7 @@ def test_a_bad_number_names_its_field_and_value(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"\.{name}\b.*{value if not isinstance(value, tuple) else ''}",
+        match=rf"\.{name}\b.*{value if not isinstance(value, tuple | dict) else ''}",
     ):
         section(**{name: value})
 
@@ -215,11 +215,10 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(point: Point) -> None:
 
 
 def test_numbers_and_arrays_of_numpy_become_plain_ones() -> None:
-    plan = PlanConfig(
-        seed=np.int64(3), weights=np.float32(0.5), val_buckets=np.bool_(False)
-    )  # type: ignore
+    plan = PlanConfig(seed=np.int64(3), weights=np.float32(0.5))  # type: ignore
+    store = StoreConfig(in_memory=np.bool_(False))  # type: ignore
     assert plan == PlanConfig(seed=3, weights=0.5)
-    assert [type(each) for each in (plan.seed, plan.weights, plan.val_buckets)] == [
+    assert [type(each) for each in (plan.seed, plan.weights, store.in_memory)] == [
         int,
         float,
         bool,

@@ -72,10 +72,13 @@ MISTAKES = {
         ["--store.train=a.parquet", "--store.image_column=img"],
         "'img' for image_column\n  tip: did you mean image?",
     ),
-    "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
+    "no class names": (
+        ["--store.train=unnamed.lmdb"],
+        "set num_classes in train.model",
+    ),
     "labels beyond the classes": (
-        ["--store.train=unnamed.lmdb", "--train.num_classes=3"],
-        "outside [0, 3): set train",
+        ["--store.train=unnamed.lmdb", "--train.model={name: small, num_classes: 3}"],
+        "outside [0, 3): set num_classes",
     ),
     "other classes in the validation": (
         ["--store.val=others.lmdb"],

@@ -17,6 +17,7 @@ import numpy as np
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.numbers import NPY
+from raypipe.stores.scan import spread
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.array import decode_any, decode_array
 from raypipe.transform.decode.image_header import image_kind
@@ -50,13 +51,11 @@ class CheckedSample:
     largest: int = 0
 
 
-def spread(store: Store, num_most: int) -> np.ndarray:
+def spread_over(store: Store, num_most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
     groups = store.groups
     if groups is None or not len(store):
-        return np.unique(
-            np.linspace(0, len(store) - 1, min(len(store), num_most)).astype(np.int64)
-        )
+        return spread(len(store), num_most)
     places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
     near = places[:, None] + np.arange(num_most // _NUM_PLACES)
     ends = groups[np.searchsorted(groups, places, side="right")]

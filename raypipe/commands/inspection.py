@@ -56,12 +56,12 @@ def describe(
     Raises:
         StoreError: it cannot be opened.
     """
-    from raypipe.commands.checked_samples import check_samples, spread
+    from raypipe.commands.checked_samples import check_samples, spread_over
 
     samples = list(
         check_samples(
             store,
-            spread(store, _NUM_SAMPLED),
+            spread_over(store, _NUM_SAMPLED),
             targets,
             boxes_format=boxes_format,
         )
@@ -96,12 +96,12 @@ def describe(
 
 def types_of(store: Store) -> dict[str, str]:
     """The contents of each column of a store in words, by its schema, or by a few samples."""
-    from raypipe.commands.checked_samples import spread
+    from raypipe.commands.checked_samples import spread_over
     from raypipe.transform.column_types import types_in
     from raypipe.transform.columns import SampleColumns
 
     kinds = dict.fromkeys(store.schema.names, "unknown") | {"image": "images"}
-    indices = spread(store, _NUM_TYPED)[:_NUM_TYPED]
+    indices = spread_over(store, _NUM_TYPED)[:_NUM_TYPED]
     for name in store.schema.names if len(indices) else ():
         if name != "image":
             column = SampleColumns({name: (name,)})

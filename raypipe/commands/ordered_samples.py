@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -32,6 +31,7 @@ from raypipe.commands.copies import (
 )
 from raypipe.errors import StoreError
 from raypipe.rayext.failures import cause_of
+from raypipe.storage.retries import in_threads
 from raypipe.stores.base import ColumnValues
 from raypipe.stores.plain_columns import column_types
 from raypipe.stores.sources import Source
@@ -192,13 +192,11 @@ def _blocks_of_samples(
     """Yield samples as blocks, which threads make."""
     import ray
 
-    with ThreadPoolExecutor() as pool:
-        for chunk in chunks:
-            columns = zip(
-                *pool.map(partial(make, settings=settings), chunk), strict=True
-            )
-            table = pa.table(dict(zip(Made._fields, columns, strict=True)))
-            yield Block(ray.put(table), table.nbytes, len(table))
+    for chunk in chunks:
+        made = in_threads(partial(make, settings=settings), chunk)
+        columns = zip(*made, strict=True)
+        table = pa.table(dict(zip(Made._fields, columns, strict=True)))
+        yield Block(ray.put(table), table.nbytes, len(table))
 
 
 def _chunks(samples: Iterable[ColumnValues]) -> Iterator[list[ColumnValues]]:

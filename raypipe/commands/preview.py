@@ -139,7 +139,7 @@ def _check_indices(indices: list[int], store: Store) -> None:
 def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
     """Return the title of a picture: the store, the transform, the sizes, and the operations on the device."""
     name = spec.stores["train"].address.rstrip("/").rpartition("/")[2]
-    size_px = ", ".join(spec.plan.config.buckets) or spec.transform.size_text
+    size_px = ", ".join(spec.plan.config.train_buckets) or spec.transform.size_text
     on_cpu = brief(spec.transforms["train"])
     return f"{name}: {on_cpu}, {size_px} px; on the device: {_on_device(augment)}"
 
@@ -165,7 +165,7 @@ def _first_of(plan: Plan, num: int) -> list[int]:
 
 
 def _on_device(augment: AugmentConfig) -> str:
-    mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
+    mixing = dict(zip(("MixUp", "CutMix"), augment.mix_alphas, strict=True))
     module = augment.module
     if not isinstance(module, str):
         module = type(module).__name__

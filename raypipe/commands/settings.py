@@ -17,7 +17,7 @@ import yaml
 
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.errors import DAMAGE, ConfigError, RaypipeError, StoreError
 from raypipe.importing import check_named_code, search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
@@ -94,15 +94,7 @@ def _flat(
 
 
 # A wrong tag or an endless number raises other types than YAMLError.
-_NOT_YAML = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    yaml.YAMLError,
-)
+_NOT_YAML = (*DAMAGE, yaml.YAMLError)
 
 
 class _Loader(yaml.SafeLoader):

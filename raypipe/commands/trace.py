@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import secrets
-import threading
 from importlib import import_module
 from typing import Any
 
-import pyarrow as pa
-
 from raypipe.config import Positive, RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError
 from raypipe.metrics.chrome_trace import TRACE_FILE
 from raypipe.metrics.records import RECORDS
 from raypipe.storage.files import check_place, read_whole, write_text
 from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
-from raypipe.streaming.stop_file import request_stop
-
-_LOOK_S = 1.0  # between two looks for the trace, which in a bucket are requests
 
 
 def trace(
@@ -34,7 +27,7 @@ def trace(
 
     It trains for a minute with the settings of a run, in a new folder, and draws reader, actors, ring, waits,
     steps, checkpoints and faults on one clock, with arrows along each micro-batch. Open the file at
-    https://ui.perfetto.dev. If the run itself was traced (train.trace_s), its trace is copied.
+    https://ui.perfetto.dev. If the run itself was traced (train.log), its trace is copied.
 
     Examples:
         raypipe trace runs/20261121-104600-3fa2 -o trace.json
@@ -50,7 +43,8 @@ def trace(
     check_has_settings(target)
     found = _trace_of(target)
     if found is None:
-        train = dataclasses.replace(run.train, trace_s=seconds)
+        log = [*run.train.log, f"trace {round(seconds, 3)}s"]
+        train = dataclasses.replace(run.train, log=log)
         found = _traced(dataclasses.replace(run, train=train))
     if found is None:
         raise ConfigError(f"{output} cannot be made: the run wrote no trace")
@@ -76,25 +70,8 @@ def _traced(run: RunConfig) -> bytes | None:
     """Train in a new folder until the trace is there, and remove the folder; it stays if the run fails."""
     run = dataclasses.replace(run, name=f"trace-{secrets.token_hex(4)}", resume="")
     uri = join_address(as_uri(run.storage_path), run.name)
-    ended = threading.Event()
-
-    def stop_in_time() -> None:
-        while not ended.wait(_LOOK_S):
-            with contextlib.suppress(RaypipeError, pa.ArrowException, OSError):
-                if exists(join_address(uri, TRACE_FILE)):
-                    request_stop(uri)
-                    return
-
-    stopping = threading.Thread(
-        target=stop_in_time, name="raypipe-trace-stop", daemon=True
-    )
-    stopping.start()
-    try:
-        # no other command but `train` needs the whole program
-        import_module("raypipe.launch.run").launch(run, folder_stays=False)
-    finally:
-        ended.set()
-        stopping.join()
+    # no other command but `train` needs the whole program
+    import_module("raypipe.launch.run").launch(run, until=TRACE_FILE)
     found = _trace_of(uri)
     filesystem, path = open_filesystem(uri)
     filesystem.delete_dir(path)

@@ -82,7 +82,7 @@ def draw_mix(
     if not mixed or chosen >= mixed * strength:
         return None
     cut = kind < cutmix / mixed
-    alpha = config.cutmix_alpha if cut else config.mixup_alpha
+    alpha = config.mix_alphas[int(cut)]
     lam = float(rng.beta(alpha, alpha))
     if not cut:
         return lam, None

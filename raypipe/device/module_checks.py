@@ -58,7 +58,8 @@ def check_steps(
         _check_images(module)
     if sum(map(mixes_labels, steps)) > 1:
         raise ConfigError(
-            "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mix_prob"
+            "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mixup_alpha "
+            "and augment.cutmix_alpha"
         )
     for step in steps:
         if mixes_labels(step):

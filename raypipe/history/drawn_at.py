@@ -13,14 +13,14 @@ import pyarrow.fs
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
-from raypipe.history.recorded_stream import BadSample
+from raypipe.history.recorded_stream import RecordedBad
 from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
 from raypipe.stores.base import Store, name_of
-from raypipe.stores.scan import names_in
+from raypipe.stores.scan import sample_names
 
 _ORDER = attrgetter("epoch", "step", "micro", "row")
 _NUM_NAMED = 3  # samples that an error about a name lists
@@ -98,7 +98,7 @@ class History:
         self._validated = {
             record.get("epoch") for record in records if record.get("kind") == "val"
         }
-        self._bad = dict[MicroBatchId, dict[int, BadSample]]()
+        self._bad = dict[MicroBatchId, dict[int, RecordedBad]]()
         folder = run.stream.quarantine
         for name in _names_in(folder) if folder else ():
             place = run.place_of(name)
@@ -155,17 +155,40 @@ class History:
     def _of_indices(self, indices: Sequence[int], split: Split) -> list[SampleHistory]:
         """The histories of several samples, in one pass over the run's draws."""
         store = self._store(split)
-        plan = self._run.plan
+        self._check(indices, store)
+        draws, errors = self._draws_of(indices, split)
+        histories = []
+        for index, of_index in draws.items():
+            of_index.sort(key=_ORDER)
+            name = name_of(store, index)
+            num = sum(draw.has_come for draw in of_index)
+            num_left = len(of_index) - num
+            histories.append(
+                SampleHistory(
+                    index, name, split, errors[index], num, num_left, of_index
+                )
+            )
+        return histories
+
+    def _check(self, indices: Sequence[int], store: Store) -> None:
+        """Raise ConfigError if a sample does not exist, or the draws are too many."""
         for index in indices:
             if not 0 <= index < len(store):
                 raise ConfigError(
                     f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
                 )
-        if plan.config.epochs > _MAX_EPOCHS:
+        num_epochs = self._run.plan.config.epochs
+        if num_epochs > _MAX_EPOCHS:
             raise ConfigError(
-                f"{self._run.address} has {plan.config.epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} "
+                f"{self._run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} "
                 "at most"
             )
+
+    def _draws_of(
+        self, indices: Sequence[int], split: Split
+    ) -> tuple[dict[int, list[SampleDraw]], dict[int, str]]:
+        """The draws of samples, also as substitutes of bad ones, and the errors of those that are bad."""
+        plan = self._run.plan
         draws: dict[int, list[SampleDraw]] = {index: [] for index in indices}
         errors = dict.fromkeys(indices, "")
         for index, place in plan.places_of(indices, split):
@@ -180,23 +203,12 @@ class History:
                         self._draw(SamplePlace(at, row), instead_of=bad.index)
                         for row in rows
                     ]
-        histories = []
-        for index, of_index in draws.items():
-            of_index.sort(key=_ORDER)
-            name = name_of(store, index)
-            num = sum(draw.has_come for draw in of_index)
-            num_left = len(of_index) - num
-            histories.append(
-                SampleHistory(
-                    index, name, split, errors[index], num, num_left, of_index
-                )
-            )
-        return histories
+        return draws, errors
 
     def _draw(
         self,
         place: SamplePlace,
-        bad: BadSample | None = None,
+        bad: RecordedBad | None = None,
         instead_of: int | None = None,
     ) -> SampleDraw:
         at = place.micro_batch
@@ -237,7 +249,7 @@ def index_of(store: Store, name: str) -> int:
     """
     ends = (f"/{name}", f" {name}")
     of_rows = (name_of(store, index) for index in range(len(store)))
-    for names in (names_in(store), of_rows):
+    for names in (sample_names(store), of_rows):
         found: list[int] = []
         for index, full_name in enumerate(map(str, names)):
             if full_name == name:

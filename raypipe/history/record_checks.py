@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import DAMAGE, ConfigError, RaypipeError
 from raypipe.storage.files import read_whole
 
 MAX_NUMBER = 1 << 62
@@ -26,14 +26,7 @@ def damage_told(where: str) -> Iterator[None]:
         yield
     except RaypipeError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
         raise ConfigError(
             f"{where} is damaged, or raypipe did not write it ({text}): restore the file from a copy"

@@ -37,7 +37,7 @@ _INLINE = PoolConfig(engine="inline")
 
 
 @dataclass(frozen=True)
-class BadSample:
+class RecordedBad:
     """A sample that a run could not use, by its quarantine/.
 
     Attributes:
@@ -266,13 +266,13 @@ class RecordedStream:
         check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
         return named
 
-    def bad_samples(self, place: MicroBatchId) -> list[BadSample]:
+    def bad_samples(self, place: MicroBatchId) -> list[RecordedBad]:
         """Read the quarantine's record of a micro-batch, an object a line; empty where it had no bad samples.
 
         Raises:
             ConfigError: the file cannot be read as a record of bad samples.
         """
-        samples: list[BadSample] = []
+        samples: list[RecordedBad] = []
         if not self.quarantine:
             return samples
         address = join_address(self.quarantine, f"{place}.jsonl")
@@ -282,5 +282,5 @@ class RecordedStream:
                 if substitute is not None:
                     whole_number(substitute, "substitute")
                 index = whole_number(record["index"], "index")
-                samples.append(BadSample(index, substitute, str(record["error"])))
+                samples.append(RecordedBad(index, substitute, str(record["error"])))
         return samples

@@ -9,10 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pyarrow as pa
 
+from raypipe.background import in_background
 from raypipe.errors import RaypipeError
 from raypipe.progress import print_progress
 from raypipe.storage.retries import allow_retries, stop_retries
@@ -46,7 +48,7 @@ class Interrupts:
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
-        self._asking: threading.Thread | None = None
+        self._asking: Future[None] | None = None
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -58,7 +60,7 @@ class Interrupts:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._asking and not self._is_aborted:  # an abort waits for nothing
-            self._asking.join(_END_S)
+            wait([self._asking], _END_S)
         self._leave()
 
     def stand(self) -> None:
@@ -115,27 +117,25 @@ class Interrupts:
             self._ask()
 
     def _ask(self) -> None:
-        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code. A timer
-        # counts, since storage may not answer at all.
-        grace = threading.Timer(self._grace_s, self._abort)
-        grace.daemon = True
-        grace.start()
-        self._asking = threading.Thread(
-            target=self._ask_until, args=(grace,), daemon=True, name="raypipe-stop"
-        )
-        self._asking.start()
+        # Threads do it, since a signal handler interrupts arbitrary code, and storage may not answer at all.
+        self._asking = in_background("raypipe-stop-request", self._ask_until)
+        in_background("raypipe-stop-grace", self._await_answer)
 
-    def _ask_until(self, grace: threading.Timer) -> None:
+    def _ask_until(self) -> None:
         assert self._request
+        self._request()
+        while not (self._is_answered() or self._ended.wait(0.2)):
+            pass
+
+    def _await_answer(self) -> None:
+        assert self._asking
         try:
-            self._request()
-            while not (self._is_answered() or self._ended.wait(0.2)):
-                pass
+            self._asking.result(self._grace_s)
+        except TimeoutError:
+            self._abort()
         except (RaypipeError, pa.ArrowException, OSError) as error:
             logger.warning("cannot ask the run to end: %s", error)
             self._abort()
-        finally:
-            grace.cancel()
 
     def _interrupted(self, signum: int, frame: Any) -> None:
         now = time.monotonic()

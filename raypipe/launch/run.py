@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
-def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
+def launch(run: RunConfig, *, until: str = "") -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
     After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
@@ -78,7 +78,7 @@ def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
     run. During the start, the run ends before it starts the trainers.
 
     Args:
-        folder_stays: whether a stopped run can be continued, so that it says how.
+        until: file of the run's folder with which the run stops, and is not to be continued; empty = none.
 
     Returns:
         `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
@@ -93,7 +93,7 @@ def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
     try:
         with located(run) as (run, run_uri, lease):
             try:
-                return _train(run, run_uri, lease, folder_stays)
+                return _train(run, run_uri, lease, until)
             except KeyboardInterrupt as interrupt:
                 if _newest_name(run_uri) != "":
                     raise Stopped from interrupt
@@ -103,9 +103,7 @@ def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
         allow_retries()  # the process may go on, as a notebook's does
 
 
-def _train(
-    run: RunConfig, run_uri: str, lease: str, folder_stays: bool
-) -> dict[str, Any]:
+def _train(run: RunConfig, run_uri: str, lease: str, until: str) -> dict[str, Any]:
     configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
@@ -144,12 +142,13 @@ def _train(
             "start": start,
             "phases": phases(),
             "relays": relays,
+            "until": until,
         }
         try:
             result = _fit(loop, allocation, interrupts)
             if relays:
                 await_progress()
-            if result["stopped"] and folder_stays:
+            if result["stopped"] and not until:
                 print_progress(logger, _how_to_continue(run, run_uri))
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:

@@ -27,8 +27,8 @@ def check_code(config: TrainConfig, channels: int) -> None:
     for name in names:
         if ":" in config.named(name)[0]:
             config.imported(name)
-    if ":" not in config.model:
-        check_model(config.model, channels)
+    if ":" not in config.model_name:
+        check_model(config.model_name, channels)
     if ":" not in config.named("optimizer")[0]:
         build_optimizer(nn.Linear(1, 1), config)
     if ":" not in config.named("loss")[0]:
@@ -64,10 +64,10 @@ def check_continues(run: RunConfig, num_classes: int, start: Checkpoint) -> None
         start: with its state.
     """
     was = start.input.get("model")
-    if was and was != run.train.model:
+    if was and was != run.train.model_name:
         raise ConfigError(
-            f"train.model={run.train.model} cannot continue {start.name}, which has train.model={was}: leave it "
-            "out, or start a new run"
+            f"train.model={run.train.model_name} cannot continue {start.name}, which has train.model={was}: "
+            "leave it out, or start a new run"
         )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -105,7 +105,7 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
         return run.train.num_classes
     if classes is None:
         raise ConfigError(
-            f"{store.address} does not name its classes: set train.num_classes"
+            f"{store.address} does not name its classes: set num_classes in train.model"
         )
     return len(classes)
 
@@ -119,7 +119,7 @@ def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     }.get(len(target.shape), 0)
     if not num:
         raise ConfigError(
-            f"targets are {target}: set train.num_classes, the number of the model's outputs"
+            f"targets are {target}: set num_classes in train.model, the number of its outputs"
         )
     # Floats may be probabilities of the classes.
     if run.train.named("loss")[0] == "cross_entropy" and not (

@@ -26,7 +26,7 @@ from raypipe.progress import (
 )
 from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join_address
+from raypipe.storage.filesystem import exists, join_address
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.train.loop import Trainer
 
@@ -66,7 +66,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
     Args:
         config: the arguments of `Trainer`; `relays`, whether the driver shows progress that this process relays;
-            and `phases`, those of the run's start so far.
+            `phases`, those of the run's start so far; and `until`, see `launch`.
     """
     quiet_trainer()
     _take_threads()
@@ -74,6 +74,7 @@ def train_loop(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     is_first = rank == 0
     relays = options.pop("relays")
+    until = options.pop("until")
     relay_progress(relays)
     configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
     begin_phases(options.pop("phases"))
@@ -84,6 +85,9 @@ def train_loop(config: dict[str, Any]) -> None:
         phase(logger, "waiting for the first micro-batch")
         metrics = trainer.loader.metrics
         metrics.observers.append(_StartRecord(metrics, trainer.run_uri))
+    if until:
+        last = join_address(trainer.run_uri, until)
+        trainer.loader.stop_when(lambda: exists(last))
     for _ in trainer.epochs():
         pass
     if is_first:

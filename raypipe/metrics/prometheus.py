@@ -14,7 +14,6 @@ trainer itself may wait for long.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
+from raypipe.background import Repeating
 from raypipe.metrics.observer import Observer
 from raypipe.storage.retries import take_counts
 
@@ -321,14 +321,10 @@ class TrainerMetrics(Recorder, Observer):
     def opened(self, supervisor: Any) -> None:
         self.ended()
         self._gauges |= {"trainer_last_batch_timestamp_seconds": time.time()}
-        ended = threading.Event()
-        self._end = weakref.finalize(self, ended.set)
-        threading.Thread(
-            target=_keep,
-            args=(weakref.ref(self), ended),
-            name="raypipe-metrics",
-            daemon=True,
-        ).start()
+        turn = functools.partial(_keep, weakref.ref(self))
+        keeping = Repeating(turn, _PERIOD_S, "raypipe-metrics")
+        self._end = weakref.finalize(self, keeping.left.set)
+        keeping.start()
 
     def ended(self) -> None:
         # Without an open stream there is nothing to end.
@@ -402,12 +398,10 @@ class TrainerMetrics(Recorder, Observer):
         self._show(of_run)
 
 
-def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
-    while not ended.wait(_PERIOD_S):
-        if (of_rank := metrics()) is not None:
-            of_rank.sample()
-            of_rank.set(of_rank._gauges)
-            del of_rank
+def _keep(metrics: weakref.ref[TrainerMetrics]) -> None:
+    if (of_rank := metrics()) is not None:
+        of_rank.sample()
+        of_rank.set(of_rank._gauges)
 
 
 class StreamMetrics(Recorder):

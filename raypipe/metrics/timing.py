@@ -368,7 +368,7 @@ _INPUT = {
 # Settings that a loop of one's own lacks.
 _OF_RUN = {
     "cheaper_checkpoints": "choose a faster storage_path, or make them less often (train.checkpoint_interval)",
-    "compiled": "train.compile=true",
+    "compiled": "compile: true in train.model",
 }
 _OF_LOOP = {
     "cheaper_checkpoints": "write them to faster storage, or call loader.report less often",

@@ -54,7 +54,7 @@ def end_recording() -> None:
     _events = None
 
 
-def take() -> list[Event]:
+def take_events() -> list[Event]:
     """Remove all events, and return them."""
     events = _events
     if events is None:

@@ -111,7 +111,7 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     steps, per_epoch = _steps(config, num_draws or one_pass, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_pass = 0 if num_draws else per_epoch
-    if config.buckets:
+    if config.train_buckets:
         unit = config.micro_batch_size
         samplers = _samplers(config, source, config.seed)
         num_places = 0 if source.weights is None else per_epoch // unit
@@ -157,7 +157,7 @@ def _size_of_pass(config: PlanConfig, source: StoreArrays) -> int:
     if source.buckets is None or source.weights is not None:
         return num_samples
     unit = config.micro_batch_size
-    counts = np.bincount(source.buckets, minlength=len(config.buckets))
+    counts = np.bincount(source.buckets, minlength=len(config.train_buckets))
     size = int((counts // unit).sum()) * unit
     if not size:
         raise ConfigError(
@@ -194,7 +194,7 @@ def compose_mixture(
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit = config.micro_batch_size
     per_step = _draws_per_step(config)
-    if config.buckets:
+    if config.train_buckets:
         mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     else:
         mixture = Mixture(
@@ -279,7 +279,7 @@ def _samplers(
         weights = as_integers(source.weights)
     numbers: Any = slice(None)
     parts = [(numbers, source.selection, seed)]
-    if config.buckets:
+    if config.train_buckets:
         if kind == "window":
             raise ConfigError(
                 f"plan.buckets takes samples from all over a store, and plan.shuffle 'window' reads "
@@ -287,7 +287,7 @@ def _samplers(
             )
         seeds = [
             int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0])
-            for bucket in range(len(config.buckets))
+            for bucket in range(len(config.train_buckets))
         ]
         parts = [
             (*source.in_bucket(bucket), of_bucket)
@@ -345,7 +345,7 @@ def _content(
         content.append(source.selection.signature())
     if samplers:
         signatures = [sampler.signature() for sampler in samplers]
-        content += [config.buckets, signatures, config.aug_repeats, "step"]
+        content += [config.train_buckets, signatures, config.aug_repeats, "step"]
     return content
 
 

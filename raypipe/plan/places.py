@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, NewType
 
-from raypipe.errors import CursorError
+from raypipe.errors import DAMAGE, CursorError
 
 Split = Literal["train", "val"]
 Sides = tuple[int, int]
@@ -68,13 +68,7 @@ class Cursor:
             return Cursor(
                 int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"])
             )
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-        ) as error:
+        except DAMAGE as error:
             raise CursorError(
                 f"not a cursor: {str(fields)[:200]!r} ({error})"
             ) from None

@@ -154,11 +154,9 @@ class Plan:
             training = compose_mixture(config, train, selection.offsets)
         validation = None
         if val is not None and config.val_interval and val.selection.size:
-            buckets = [val.selection]
-            if config.val_buckets:
-                buckets = [
-                    val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))
-                ]
+            num_buckets = len(config.sides_in("val"))
+            buckets = [val.in_bucket(bucket)[1] for bucket in range(num_buckets)]
+            buckets = buckets or [val.selection]
             validation = Sequential(buckets, config.micro_batch_size)
         content = training.content
         if not config.drop_last:
@@ -624,7 +622,7 @@ class Plan:
             source = int(self.source_of(np.array([index]))[0])
         else:
             source = 0
-        bucket = self._bucket(micro_batch) if self.config.buckets else 0
+        bucket = self._bucket(micro_batch) if self.config.train_buckets else 0
         return self.training.store_samplers[source][bucket].sample_of(
             key, micro_batch.epoch
         )

@@ -28,7 +28,7 @@ from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
-from raypipe.rayext.tweaks import are_on, small_head
+from raypipe.rayext.tweaks import AUTHENTICATION, are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.storage.shared_memory import remove_unused
 
@@ -270,11 +270,10 @@ def _running_cluster() -> str:
         Head(address).connect(_OWN_MACHINE_S)
     except (OSError, ValueError):
         return ""
-    authentication = "ray._private.authentication.authentication_token_setup"
     # Ray says that authentication is on, and how to switch it off.
-    logging.getLogger(authentication).setLevel(logging.ERROR)
+    logging.getLogger(AUTHENTICATION).setLevel(logging.ERROR)
     enable_token = find_private(
-        f"{authentication}.maybe_enable_token_auth_if_token_available",
+        f"{AUTHENTICATION}.maybe_enable_token_auth_if_token_available",
         "set RAY_AUTH_MODE=token for a cluster that wants a token",
     )
     if enable_token:

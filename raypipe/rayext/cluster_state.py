@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import yaml
+from ray._private import state
 
 from raypipe.environment import variable
 from raypipe.rayext.processes import is_ray_worker
@@ -61,8 +62,6 @@ def resource_state() -> Any:
 
 def free_cpus() -> dict[str, float]:
     """Return the free CPUs of each node, by node id."""
-    from ray._private import state
-
     # `resource_state` is a few tenths of a second old.
     free = state.available_resources_per_node()
     return {node: resources.get("CPU", 0.0) for node, resources in free.items()}
@@ -78,8 +77,6 @@ def object_store_of(node: str) -> float:
 
 def draining() -> dict[str, int]:
     """Return the end of each node that is about to go, by node id: ms since 1970, 0 = unknown."""
-    from ray._private import state
-
     ends: dict[str, int] = state.state.get_draining_nodes()
     return ends
 
@@ -97,8 +94,8 @@ def spilled_bytes() -> int:
     if not (connect and ask):
         return 0
     with contextlib.suppress(Exception):  # a node that does not answer
-        state = connect(ray.get_runtime_context().gcs_address)
-        reply = ask(state, timeout_seconds=_ANSWER_S)
+        head = connect(ray.get_runtime_context().gcs_address)
+        reply = ask(head, timeout_seconds=_ANSWER_S)
         return int(reply.store_stats.spilled_bytes_total)
     return 0
 

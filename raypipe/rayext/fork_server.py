@@ -120,7 +120,7 @@ def start(modules: tuple[str, ...], environment: dict[str, str]) -> None:
         _servers.append(_Server(process, address))
 
 
-def take() -> str:
+def take_address() -> str:
     """Return the address of the server for the cluster that now starts; empty = there is none."""
     if not _servers:
         return ""
@@ -213,6 +213,15 @@ def _words(path: Path) -> list[str]:
     return [os.fsdecode(word) for word in path.read_bytes().split(b"\0")[:-1]]
 
 
+def _environment_of(about: Path) -> dict[str, str]:
+    """Return the environment of a process by its folder in /proc."""
+    environment = dict[str, str]()
+    for variable in _words(about / "environ"):
+        name, _, value = variable.partition("=")
+        environment[name] = value
+    return environment
+
+
 def _become(process: int) -> None:
     """Make this fork what Ray's command would have started in a process of `forked_worker`; exit if it cannot."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -220,10 +229,7 @@ def _become(process: int) -> None:
     if str(os.getppid()) != os.environ[_RAYLET]:  # the server has ended before
         sys.exit(1)
     about = Path(f"/proc/{process}")
-    environment = dict[str, str]()
-    for variable in _words(about / "environ"):
-        name, _, value = variable.partition("=")
-        environment[name] = value
+    environment = _environment_of(about)
     _, _, *command = _words(about / "cmdline")
     arguments = worker_arguments(command, environment)
     if arguments is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from raypipe.background import attended
 from raypipe.errors import ResourceError
 from raypipe.rayext.ray_private import find_private
 from raypipe.rayext.startup import Wait
@@ -15,6 +15,7 @@ from raypipe.rayext.startup import Wait
 _CONNECT_S = 3.0  # timeout of a connection to a port
 _WRONG_TOKEN = "InvalidAuthToken"  # Ray's error has no type for it, only this word
 _LOST_S = 5.0  # a living head answers at once
+_AGAIN_S = 1.0
 
 UNREACHABLE = (OSError, ValueError, RuntimeError, ray.exceptions.RayError)
 """Errors of host names, sockets and Ray for a head that does not answer."""
@@ -60,38 +61,31 @@ def wait_for_head(address: str, wait: Wait) -> None:
     Raises:
         ResourceError: the head does not answer in time, or wants a token that this process does not send.
     """
-    answered = threading.Event()
-    ended = threading.Event()
-    is_denied = threading.Event()
-    reason = ["no answer"]
+    reason = "no answer"
 
-    # In a thread, since signals interrupt the main thread only in Python code.
     def ask() -> None:
-        while not ended.wait(0 if reason[0] == "no answer" else 1):
-            try:
-                host_and_port = _resolved(address)
-                if host_and_port is not None:
-                    head = Head(host_and_port)
-                    head.connect(_CONNECT_S)
-                    reason[0] = "it accepts connections, but does not answer"
-                    head.ask()
-                return answered.set()
-            except UNREACHABLE as error:
-                reason[0] = str(error) or type(error).__name__
-                if _WRONG_TOKEN in reason[0]:
-                    return is_denied.set()
+        nonlocal reason
+        host_and_port = _resolved(address)
+        if host_and_port is not None:
+            head = Head(host_and_port)
+            head.connect(_CONNECT_S)
+            reason = "it accepts connections, but does not answer"
+            head.ask()
 
-    threading.Thread(target=ask, daemon=True, name="raypipe-head").start()
-    try:
-        while not answered.wait(0.2):
-            if is_denied.is_set():
-                raise ResourceError(
-                    f"the Ray cluster at {address} does not accept this process's token: set RAY_AUTH_MODE=token, "
-                    "and copy ~/.ray/auth_token from the cluster's head (or set RAY_AUTH_TOKEN)"
-                )
-            wait.turn(f"the Ray cluster at {address} ({reason[0]})", 0)
-    finally:
-        ended.set()
+    def tick(pause_s: float = 0) -> None:
+        wait.turn(f"the Ray cluster at {address} ({reason})", pause_s)
+
+    while True:
+        try:
+            return attended("raypipe-head", ask, tick)
+        except UNREACHABLE as error:
+            reason = str(error) or type(error).__name__
+        if _WRONG_TOKEN in reason:
+            raise ResourceError(
+                f"the Ray cluster at {address} does not accept this process's token: set RAY_AUTH_MODE=token, "
+                "and copy ~/.ray/auth_token from the cluster's head (or set RAY_AUTH_TOKEN)"
+            )
+        tick(_AGAIN_S)
 
 
 def _resolved(address: str) -> str | None:

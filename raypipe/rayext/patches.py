@@ -30,9 +30,8 @@ import ray
 
 from raypipe.rayext.data_context import is_ours, ours, stream_settings
 from raypipe.rayext.ray_private import Function, find_private, replace
-from raypipe.rayext.tweaks import quiet_executions
+from raypipe.rayext.tweaks import EXECUTOR, quiet_executions
 
-_EXECUTOR = "ray.data._internal.execution.streaming_executor"
 _POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
 _INLINE = "ray.data._internal.execution.metadata_fetcher.InlineMetadataFetcher"
 
@@ -48,20 +47,20 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
         make_autoscaler: (topology, settings) → autoscaler, which one of raypipe's executions calls at each turn.
     """
     replace(
-        f"{_EXECUTOR}.create_actor_autoscaler",
+        f"{EXECUTOR}.create_actor_autoscaler",
         _by_topology,
         lambda *_: _NO_AUTOSCALER,
         loss="Ray Data's own autoscaler sizes the pool too",
     )
     replace(
-        f"{_EXECUTOR}.create_cluster_autoscaler",
+        f"{EXECUTOR}.create_cluster_autoscaler",
         _by_topology,
         make_autoscaler,
         loss="the pool neither grows nor replaces lost actors, and Ray Data may add nodes",
     )
     for name in ("execute", "shutdown"):
         replace(
-            f"{_EXECUTOR}.StreamingExecutor.{name}",
+            f"{EXECUTOR}.StreamingExecutor.{name}",
             _as_ours,
             loss="other changes do not recognize raypipe's executions",
         )

@@ -9,38 +9,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import ray
 
-logger = logging.getLogger(__name__)
+from raypipe.background import Repeating
 
 _LOOK_S = 0.2
-_END_S = 5.0  # time for a thread to finish its current call to Ray
 _SHUTDOWN = "__ray_shutdown__"  # Ray calls this method of an actor before it ends
 
 _owners = weakref.WeakSet[Any]()
 
 
-class RayThread(threading.Thread):
-    """Thread that calls Ray again and again, until it is stopped or its process is about to end.
-
-    Args:
-        turn: called at once, and after each period; an error of it is only logged.
-        period_s: seconds between two calls.
-        name: name of the thread.
-    """
-
-    def __init__(self, turn: Callable[[], object], period_s: float, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._turn = turn
-        self._period_s = period_s
-        self.left = threading.Event()
+class RayThread(Repeating):
+    """Thread that calls Ray at once, and again and again, until it is stopped or its process is about to end."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -48,19 +33,14 @@ class RayThread(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Call `turn` again and again."""
-        while not self.left.is_set() and ray.is_initialized():
-            try:
-                self._turn()
-            except Exception:
-                logger.debug("a turn of %s failed", self.name, exc_info=True)
-            self.left.wait(self._period_s)
+        """Call `turn` at once, and then again and again."""
+        if self._goes_on():
+            self._call()
+        super().run()
 
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end; a call to Ray afterwards would start Ray again."""
-        self.left.set()
-        if self.is_alive() and self is not threading.current_thread():
-            self.join(_END_S)
+    def _goes_on(self) -> bool:
+        # a call to Ray after its end would start it again
+        return ray.is_initialized()
 
 
 def answer(reference: Any, timeout_s: float) -> Any:

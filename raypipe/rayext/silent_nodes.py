@@ -6,11 +6,14 @@ connection; for a frozen one the kernel takes the connection, and nothing comes.
 
 from __future__ import annotations
 
+import functools
 import socket
-import threading
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
+
+from raypipe.background import in_background
 
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _ANSWER_S = 1.0
@@ -23,16 +26,15 @@ class SilentNodes:
 
     def __init__(self) -> None:
         self._unanswered = Counter[str]()
-        self._asked = set[str]()
+        self._asked: dict[str, Future[None]] = {}
 
     def ask(self, nodes: Iterable[dict[str, Any]]) -> None:
         """Ask nodes, as dicts from `ray.nodes`, that have answered, or have not within the limit; never waits."""
         for node in nodes:
-            if node["NodeID"] not in self._asked:
-                self._asked.add(node["NodeID"])
-                threading.Thread(
-                    target=self._ask, args=(node,), name="raypipe-ask", daemon=True
-                ).start()
+            asked = self._asked.get(node["NodeID"])
+            if asked is None or asked.done():
+                ask = functools.partial(self._ask, node)
+                self._asked[node["NodeID"]] = in_background("raypipe-ask", ask)
 
     def found(self) -> set[str]:
         """Return the ids of the nodes that were silent when they were asked last."""
@@ -46,7 +48,6 @@ class SilentNodes:
             self._unanswered[node_id] = 0
         else:
             self._unanswered[node_id] += 1
-        self._asked.remove(node_id)
 
 
 def answers(address: str, port: int) -> bool:

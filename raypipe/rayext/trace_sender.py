@@ -24,7 +24,7 @@ from raypipe.metrics.tracer import (
     clock_us,
     count_memory,
     end_recording,
-    take,
+    take_events,
 )
 from raypipe.rayext.processes import Process
 from raypipe.rayext.ray_thread import RayThread, answer
@@ -68,7 +68,7 @@ class TraceSender:
         if self._offset_us is None:
             self._offset_us = self._measured_us()
         count_memory()
-        events = take()
+        events = take_events()
         for event in events:
             event["ts"] += self._offset_us
         if not self._call(json.dumps(events)).goes_on:
@@ -138,7 +138,7 @@ class HeldTrace:
         self._chunks.clear()
         self._num_held = 0
         if process:
-            chunks.append(Chunk(traced_name(process), json.dumps(take())))
+            chunks.append(Chunk(traced_name(process), json.dumps(take_events())))
         return chunks
 
     def end(self) -> None:

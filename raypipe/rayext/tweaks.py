@@ -20,13 +20,16 @@ from raypipe.rayext.ray_private import Function, replaced
 _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
 
-_EXECUTOR = "ray.data._internal.execution.streaming_executor"
+EXECUTOR = "ray.data._internal.execution.streaming_executor"
+"""Module of Ray Data's executions."""
+AUTHENTICATION = "ray._private.authentication.authentication_token_setup"
+"""Module that sends a cluster's token, and logger of what it says about it."""
 # Loggers of Ray Data's executions.
 _OF_DATA = (
     "ray.data._internal.progress",
     "ray.data.exceptions",
-    _EXECUTOR,
-    f"{_EXECUTOR}_state",
+    EXECUTOR,
+    f"{EXECUTOR}_state",
 )
 
 
@@ -46,8 +49,7 @@ def small_head() -> Iterator[None]:
         yield
         return
     # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
-    authentication = "ray._private.authentication.authentication_token_setup"
-    logging.getLogger(authentication).setLevel(logging.ERROR)
+    logging.getLogger(AUTHENTICATION).setLevel(logging.ERROR)
     with contextlib.ExitStack() as changes:
         for name, wrap in (
             ("start_api_server", _without),
@@ -73,7 +75,7 @@ def _with_forks(start_raylet: Function) -> Function:
     @functools.wraps(start_raylet)
     def start(self: Any, *args: Any, **options: Any) -> Any:
         self._ray_params.dashboard_agent_listen_port = 0
-        if address := fork_server.take():
+        if address := fork_server.take_address():
             self._ray_params.setup_worker_path = forked_worker.__file__
             os.environ[forked_worker.ADDRESS] = address
         return start_raylet(self, *args, **options)

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.fs
 
+from raypipe.background import Repeating
 from raypipe.errors import ConfigError
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import (
@@ -107,19 +107,20 @@ def lease(run_dir: str | Path) -> Iterator[str]:
     """
     run_uri = as_uri(str(run_dir))
     claim = _Claim(run_uri)
-    ended = threading.Event()
-    renewing = threading.Thread(
-        target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease"
-    )
+
+    def renew() -> None:
+        if not claim.renew():
+            renewing.left.set()
+
+    renewing = Repeating(renew, _RENEW_S, "raypipe-lease")
     try:
         with errors_as(ConfigError, f"{run_uri} cannot be written to"):
             claim.win()
         renewing.start()
         yield claim.token
     finally:
-        ended.set()
-        if renewing.is_alive():
-            renewing.join()  # a late renewal in object storage would write the claim again, forever
+        # a late renewal in object storage would write the claim again, forever
+        renewing.stop(None)
         claim.give_back()
 
 
@@ -262,15 +263,19 @@ class _Claim:
         elif is_held(self._run_uri, self.token):
             self._write()
 
-    def renew_until(self, ended: threading.Event) -> None:
-        while not ended.wait(_RENEW_S):
-            try:
-                with without_retries():  # the next round retries soon
-                    self._renew()
-            except FileNotFoundError:
-                return  # another process took the folder; the trainers detect it at their next checkpoint
-            except (pa.ArrowException, OSError) as error:
-                logger.warning("cannot renew the lease of %s: %s", self._run_uri, error)
+    def renew(self) -> bool:
+        """Renew it; return whether it is still there.
+
+        If another process took the folder, the trainers detect that at their next checkpoint.
+        """
+        try:
+            with without_retries():  # the next call retries soon
+                self._renew()
+        except FileNotFoundError:
+            return False
+        except (pa.ArrowException, OSError) as error:
+            logger.warning("cannot renew the lease of %s: %s", self._run_uri, error)
+        return True
 
     def give_back(self) -> None:
         """Withdraw the claim, and remove the folder if it is empty; object storage has no folders."""

@@ -32,6 +32,7 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from raypipe.background import Repeating
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
 from raypipe.storage.download import download, read_pieces
@@ -125,7 +126,8 @@ class LocalCache:
         self._room = Room(folder, limit_bytes or None, _DISK_SHARE)
         self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
-        threading.Thread(target=self._watch, daemon=True).start()
+        # an idle process would not close them otherwise
+        Repeating(self.close_evicted, _LOOK_S, "raypipe-cache").start()
 
     def get(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T:
         """Return an opened shard, which stays open until it is evicted and nothing refers to it.
@@ -173,11 +175,6 @@ class LocalCache:
         self.close(
             [file for file, entry in entries if _inode(entry.path) != entry.inode]
         )
-
-    def _watch(self) -> None:
-        while True:  # an idle process would not close them otherwise
-            time.sleep(_LOOK_S)
-            self.close_evicted()
 
     def _kept(self, file: CacheEntry, entry: _OpenEntry[_T]) -> _T:
         with self._mutex:

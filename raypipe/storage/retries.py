@@ -21,12 +21,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
+from raypipe.background import attended
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, OutageError
 
@@ -44,7 +45,7 @@ _FIRST_S = 0.25
 _LONGEST_S = 5.0  # pause before the second attempt, and the longest pause
 _LOG_AFTER_S = 3.0
 _LOG_EVERY_S = 30.0
-_TICK_S = 0.5  # interval at which a wait calls `report_progress`, so that it is not counted as a slow sample
+_TICK_S = 0.5  # interval at which a pause calls `report_progress`, so that it is not counted as a slow sample
 
 # Texts in the messages of pyarrow and the SDKs below it for transient errors.
 _TRANSIENT = re.compile(
@@ -224,7 +225,7 @@ def retried(
                 if wait is None and not _lost.is_set():
                     answer = do()
                 else:
-                    answer = _in_thread(do, wait.tick if wait else report_progress)
+                    answer = _attended(do, wait.tick if wait else report_progress)
                 break
             except (OSError, pa.ArrowException) as error:
                 is_denied = renew is not None and bool(_DENIED.search(str(error)))
@@ -359,22 +360,15 @@ def _is_transient(error: BaseException) -> bool:
     )
 
 
-def _in_thread(do: Callable[[], _T], tick: Callable[[], None]) -> _T:
-    """Call `do` in another thread, so that a silent server blocks neither Ctrl-C nor `tick`."""
-    outcome = Future[_T]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(do())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="raypipe-storage").start()
+def _attended(do: Callable[[], _T], tick: Callable[[], None]) -> _T:
+    """Call `do` in another thread; leave it soon if the process is about to end."""
     begun = time.monotonic()
-    while not wait([outcome], _TICK_S).done:
+
+    def look() -> None:
         tick()
         if _lost.is_set() and time.monotonic() - begun > _LOST_S:
             raise TimeoutError(
                 f"no answer within {_LOST_S:g} s, and the process is about to end"
             )
-    return outcome.result()
+
+    return attended("raypipe-storage", do, look)

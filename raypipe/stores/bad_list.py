@@ -16,7 +16,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.storage.files import read_json, write_json
 from raypipe.stores.base import Store
-from raypipe.stores.scan import names_in
+from raypipe.stores.scan import sample_names
 
 
 def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray:
@@ -41,7 +41,7 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         if bad or not named:
             fingerprint = content["fingerprint"]
         lacking = set(named)
-        for index, name in enumerate(names_in(store) if named else ()):
+        for index, name in enumerate(sample_names(store) if named else ()):
             if name in named:
                 bad.append(index)
                 lacking.discard(name)

@@ -13,28 +13,20 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from raypipe.errors import ConfigError
+from raypipe.errors import DAMAGE
 from raypipe.storage.files import write_bytes
 from raypipe.storage.local_file import locked, make_cache_folder
 from raypipe.stores.base import hash_of_facts
 
 T = TypeVar("T")
 
-UNUSABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    ConfigError,
-)
-"""Errors of reading what is damaged, or what somebody else wrote."""
+UNUSABLE = (*DAMAGE, OSError)
+"""Errors of reading a file that is damaged, or that somebody else wrote."""
 
 _FACTS = b"raypipe"  # in the schema's metadata
 
 
-def packed(columns: Mapping[str, pa.Array], facts: Mapping[str, Any]) -> bytes:
+def table_bytes(columns: Mapping[str, pa.Array], facts: Mapping[str, Any]) -> bytes:
     """Return columns and facts, JSON values, as one stream."""
     batch = pa.record_batch(dict(columns), metadata={_FACTS: json.dumps(facts)})
     target = pa.BufferOutputStream()
@@ -43,7 +35,7 @@ def packed(columns: Mapping[str, pa.Array], facts: Mapping[str, Any]) -> bytes:
     return bytes(target.getvalue())
 
 
-def unpacked(content: pa.Buffer) -> tuple[pa.RecordBatch, Any]:
+def table_of(content: pa.Buffer) -> tuple[pa.RecordBatch, Any]:
     """Return the columns and the facts of a stream; raise one of `UNUSABLE` for damage."""
     batch = pa.ipc.open_stream(content).read_next_batch()
     batch.validate(full=True)

@@ -27,11 +27,6 @@ class Labels:
     classes: tuple[str, ...] | None = None
 
 
-def spread(num_rows: int, num: int) -> list[int]:
-    """Return some of the rows, from everywhere."""
-    return np.unique(np.linspace(0, num_rows - 1, num).astype(int)).tolist()
-
-
 def rows_of(keys: pa.LargeBinaryArray, wanted: Sequence[bytes]) -> np.ndarray:
     """Return the row of each wanted key, int64 (n,), -1 for one that is not there."""
     rows = pc.index_in(pa.array(wanted, pa.large_binary()), value_set=keys)

@@ -27,14 +27,13 @@ import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
 from raypipe.storage.retries import report_progress
-from raypipe.stores.kept import kept, packed, path_of, unpacked
+from raypipe.stores.kept import kept, path_of, table_bytes, table_of
 from raypipe.stores.lmdb_file import LMDBFile
 from raypipe.stores.lmdb_labels import (
     Labels,
     labels_of_folders,
     labels_of_list,
     rows_of,
-    spread,
 )
 from raypipe.stores.lmdb_values import (
     ValueLayout,
@@ -42,6 +41,7 @@ from raypipe.stores.lmdb_values import (
     keys_in,
     value_kind,
 )
+from raypipe.stores.scan import spread
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +140,11 @@ def _packed(listing: Listing) -> bytes:
     columns = {"key": listing.keys}
     if listing.labels is not None:
         columns["label"] = pa.array(listing.labels)
-    return packed(columns, listing._replace(keys=None, labels=None)._asdict())
+    return table_bytes(columns, listing._replace(keys=None, labels=None)._asdict())
 
 
 def _read(content: pa.Buffer) -> Listing:
-    batch, facts = unpacked(content)
+    batch, facts = table_of(content)
     listing = Listing(**facts)
     has_labels = "label" in batch.schema.names
     return listing._replace(

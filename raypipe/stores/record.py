@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raypipe.errors import StoreError
+from raypipe.errors import DAMAGE, StoreError
 from raypipe.stores import arrow_values
 from raypipe.stores.base import ColumnValues, as_text
 from raypipe.stores.numbers import exactly
@@ -41,16 +41,6 @@ METADATA_KEY = b"__raypipe__"
 RECORD_VERSION = 1
 
 # Exceptions from parsing damage: a count of 1e999 raises OverflowError, a thousand brackets RecursionError.
-_DAMAGE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    StoreError,
-)
-
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
 _NONE = 0xFFFFFFFF
@@ -330,7 +320,7 @@ class Metadata:
             else:
                 names = _one_of_equals(tuple(map(str, classes)))
             return Metadata(count, types, names, str(content["fingerprint"]))
-        except _DAMAGE as error:
+        except (*DAMAGE, StoreError) as error:
             raise StoreError(f"{where}: {error!s:.500}") from error
 
 

@@ -36,16 +36,18 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
 
 
+def spread(num_rows: int, num: int) -> np.ndarray:
+    """Return up to `num` rows, int64 (n,), evenly spread over all."""
+    return np.unique(np.linspace(0, num_rows - 1, min(num_rows, num)).astype(np.int64))
+
+
 def mean_image_bytes(store: Store) -> int:
     """Return the mean size of a store's images, by some that are spread over it; 0 if it has no samples."""
-    indices = np.unique(
-        np.linspace(0, max(0, len(store) - 1), _NUM_MEASURED).astype(int)
-    )
-    images = store.read(indices[: len(store)], ("image",))["image"]
+    images = store.read(spread(len(store), _NUM_MEASURED), ("image",))["image"]
     return sum(len(image or b"") for image in images) // max(1, len(images))
 
 
-def names_in(store: Store) -> Iterator[str | None]:
+def sample_names(store: Store) -> Iterator[str | None]:
     """Yield the names of all samples; none of a store without a column `name`."""
     if NAME in store.schema.names:
         for columns in scan(store, (NAME,), ""):

@@ -26,7 +26,7 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore
 from raypipe.stores.class_folders import tell_left_out
 from raypipe.stores.kept import kept, path_of
-from raypipe.stores.tar_index import VERSION, Archive, Indexes, pack, unpack
+from raypipe.stores.tar_index import VERSION, Archive, Indexes, index_bytes, scan_of
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
@@ -139,9 +139,9 @@ class TarStore(FileStore[TarSamples]):
             archive = archives[number]
             return kept(
                 paths[number],
-                lambda content: unpack(content, archive),
+                lambda content: scan_of(content, archive),
                 lambda: indexes.find(archive) or _scan(archive, *self._options[:2]),
-                lambda scan: pack(archive, scan),
+                lambda scan: index_bytes(archive, scan),
             )
 
         num_threads = _NUM_FETCHES if missing else NUM_REQUESTS

@@ -38,7 +38,7 @@ from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.arrow_values import array_type, to_arrow
 from raypipe.stores.base import hash_of_facts
-from raypipe.stores.kept import UNUSABLE, packed, unpacked
+from raypipe.stores.kept import UNUSABLE, table_bytes, table_of
 from raypipe.stores.webdataset import Scan
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Indexes:
 def _write(address: str, tar: Archive, scan: Scan) -> None:
     if not is_remote(address):
         Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
-    write_bytes(address, gzip.compress(pack(tar, scan), 6, mtime=0))
+    write_bytes(address, gzip.compress(index_bytes(tar, scan), 6, mtime=0))
 
 
 def _read(address: str, tar: Archive) -> Scan:
@@ -150,7 +150,7 @@ def _read(address: str, tar: Archive) -> Scan:
         content = stream.read_buffer(_MAX_BYTES)
     for _ in check_batches(address, pa.BufferReader(content)):
         pass
-    return unpack(content, tar)
+    return scan_of(content, tar)
 
 
 _Count = Annotated[int, Limits(0, 1 << 62)]
@@ -178,19 +178,19 @@ _ABOUT = {
 }
 
 
-def pack(tar: Archive, scan: Scan) -> bytes:
+def index_bytes(tar: Archive, scan: Scan) -> bytes:
     """Return a scan as a table of its samples: their keys, and the places of their members by suffix."""
     columns = {"keys": scan["keys"]}
     for number, pairs in enumerate(scan["places"].values()):
         columns[str(number)] = to_arrow(pairs)
     facts = {name: scan.get(name) for name in _FACTS}
     suffixes = list(scan["places"])
-    return packed(columns, {**facts, "suffixes": suffixes, "tar": tar.version})
+    return table_bytes(columns, {**facts, "suffixes": suffixes, "tar": tar.version})
 
 
-def unpack(content: pa.Buffer, tar: Archive) -> Scan:
+def scan_of(content: pa.Buffer, tar: Archive) -> Scan:
     """Return the scan of a tar, whose numbers are checked; raise one of `UNUSABLE` for another tar, or damage."""
-    batch, facts = unpacked(content)
+    batch, facts = table_of(content)
     if facts["tar"] != list(tar.version):
         raise ValueError("it belongs to another version of the tar")
     kinds = [_KEYS, *[_PAIRS] * len(facts["suffixes"])]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.storage.retries import Threads
 from raypipe.stores.in_memory import hold
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -62,8 +62,7 @@ def _by_threads(
         finally:
             makers.put(maker)
 
-    pool = ThreadPoolExecutor(spec.pool.max_actors, "raypipe-inline")
-    try:
+    with Threads(spec.pool.max_actors) as pool:
         ahead = deque(
             pool.submit(batch, position)
             for position in islice(places, 2 * spec.pool.max_actors)
@@ -71,5 +70,3 @@ def _by_threads(
         while ahead:
             yield ahead.popleft().result()
             ahead.extend(pool.submit(batch, position) for position in islice(places, 1))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import settings_of_device
+from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.decoders import Decoded
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
@@ -173,20 +173,9 @@ class Loader(Unlike, instead=_INSTEAD):
         self._has_told_label = False
         self._digest_log = digest_log
         self.metrics = self._observed(trace, trace_s)
-        on_this_device = functools.partial(
-            on_device,
-            device=self.device,
-            seed_of=self.plan.micro_batch_seed,
-            depth=prefetch_factor,
-            keep=keep_batches,
-            ring=False if draws_globally else None,
-            on_copied=functools.partial(self.metrics.clock.add, "train", "transfer"),
-            decode=self._decoding(),
-            facts_of=functools.partial(_facts_of, self.plan, world_size),
-            hash_of=batch_hash if digest_log else None,
-        )
+        to_device = self._to_device(prefetch_factor, draws_globally)
         self._stream = RankStream(
-            self.plan, rank, world_size, open_at, on_this_device, self.metrics, pool
+            self.plan, rank, world_size, open_at, to_device, self.metrics, pool
         )
         self._stream.lifetime.close_with(self)
         self.notice = Notice()
@@ -199,11 +188,32 @@ class Loader(Unlike, instead=_INSTEAD):
         self._go_to(cursor)
         if begins:
             self._begin()
-        try:  # the pool starts meanwhile
-            self.augment = self._device_stage.augment
-        except BaseException:  # its traceback refers to the loader
+        self.augment = self._augment_or_close()  # the pool starts meanwhile
+
+    def _augment_or_close(self) -> DeviceAugment | None:
+        """The augmentation of the device stage, whose error ends the loader, since its traceback refers to it."""
+        try:
+            return self._device_stage.augment
+        except BaseException:
             self.close()
             raise
+
+    def _to_device(
+        self, prefetch_factor: int, draws_globally: bool
+    ) -> functools.partial[Iterator[Batch]]:
+        """The way of a stream's micro-batches to the device, as batches."""
+        return functools.partial(
+            on_device,
+            device=self.device,
+            seed_of=self.plan.micro_batch_seed,
+            depth=prefetch_factor,
+            keep=self.keep_batches,
+            ring=False if draws_globally else None,
+            on_copied=functools.partial(self.metrics.clock.add, "train", "transfer"),
+            decode=self._decoding(),
+            facts_of=functools.partial(_facts_of, self.plan, self.world_size),
+            hash_of=batch_hash if self._digest_log else None,
+        )
 
     def _observed(self, trace: str, trace_s: float) -> LoaderMetrics:
         """The metrics of this rank, with the observers that were asked for."""

@@ -525,7 +525,7 @@ class MicroBatchMaker:
         shape = train.image_shape
         val = self.sample_makers.get(position, self.plan.draw(position)).image_shape
         has_size = shape and not has_sizes(
-            config, "train", self.plan.config.bucket_sides
+            config, "train", self.plan.config.sides_in("train")
         )
         if not has_size or not val or val[:2] == shape[:2]:
             return

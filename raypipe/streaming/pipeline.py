@@ -40,12 +40,17 @@ _LAST_ATTEMPT_S = 60.0
 _READER_CPUS = 0
 
 
-def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
-    """The pool with its largest number of actors, and how many there is room for now.
+def _pool_of(spec: StreamSpec, max_actors: int) -> tuple[PoolConfig, int]:
+    """The pool with its most actors and its limit of a stall, and how many actors there is room for now.
 
     More nodes come when ranks wait.
     """
+    pool = spec.pool
     pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
+    if any(is_remote(store.address) for store in spec.stores.values()):
+        # an outage ends in its own error
+        stall_s = max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S)
+        pool = replace(pool, stall_timeout_s=stall_s)
     room = int(
         ray.available_resources().get(cpus_name(), 0.0) / pool.cpus_per_actor + 1e-9
     )
@@ -90,13 +95,7 @@ def block_dataset(
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
-    pool, actors = _pool_of(spec.pool, max_actors)
-    if any(is_remote(store.address) for store in spec.stores.values()):
-        # an outage ends in its own error
-        pool = replace(
-            pool,
-            stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S),
-        )
+    pool, actors = _pool_of(spec, max_actors)
     supervisor.pool_planned.remote(
         actors * pool.cpus_per_actor, pool.min_actors * pool.cpus_per_actor
     )
@@ -114,12 +113,7 @@ def block_dataset(
         actors,
         spec.traces,
     )
-    # Streams take half of the object store as it is now.
-    room = _object_store_bytes() / 2 / settings.limit(actors)
-    # Blocks are sized by the images that were measured, and those to come may be larger.
-    min_pixels, max_pixels = pixel_range(spec.transform, spec.plan.config.bucket_sides)
-    share = min_pixels / max_pixels
-    max_bytes = int(most_bytes(actors * pool.kernel_threads, room) * share)
+    max_bytes, max_bytes_remembered = _block_bytes(spec, settings)
     source = MicroBatchSource(
         spec.plan,
         start,
@@ -130,7 +124,7 @@ def block_dataset(
         block=pool.micro_batches_per_block,
         largest=largest,
         max_bytes=max_bytes,
-        max_bytes_remembered=int(min(MAX_BYTES, room) * share),
+        max_bytes_remembered=max_bytes_remembered,
         run=spec.run,
         num_first=num_first,
         traces=spec.traces,
@@ -168,6 +162,20 @@ def block_dataset(
                 max_tasks_in_flight_per_actor=max(2, settings.limit(actors) // actors),
             ),
         )
+
+
+def _block_bytes(spec: StreamSpec, settings: Settings) -> tuple[int, int]:
+    """Return the largest block in bytes, and the largest of those that are remembered."""
+    actors = settings.actors
+    # Streams take half of the object store as it is now.
+    room = _object_store_bytes() / 2 / settings.limit(actors)
+    # Blocks are sized by the images that were measured, and those to come may be larger.
+    min_pixels, max_pixels = pixel_range(
+        spec.transform, spec.plan.config.sides_in("train")
+    )
+    share = min_pixels / max_pixels
+    largest = most_bytes(actors * settings.pool.kernel_threads, room)
+    return int(largest * share), int(min(MAX_BYTES, room) * share)
 
 
 def splits(

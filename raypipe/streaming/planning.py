@@ -58,10 +58,7 @@ def make_plan(
             val_selection = sampler.validated(_population(config, [val], [selection]))
     source = None
     if val is not None:
-        if config.val_interval and config.val_buckets:
-            buckets = config.bucket_sides
-        else:
-            buckets = []
+        buckets = config.sides_in("val") if config.val_interval else []
         source = _read_source(
             val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}"
         )
@@ -126,7 +123,7 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Store
             )
         classes = _of_selected(numbers_of(store, "label", "plan.weights"), selection)
         weights = balanced(classes, config.weights)
-    source = _read_source(store, selection, config.bucket_sides, "width > 0")
+    source = _read_source(store, selection, config.sides_in("train"), "width > 0")
     return replace(source, weights=weights, classes=classes)
 
 

@@ -11,12 +11,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from raypipe.background import in_background
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
@@ -279,9 +279,8 @@ class RayStreams:
         if not self._has_started:
             return broadcast_from_rank_zero(opening)
         timeout_s = self._spec.pool.stall_timeout_s
-        waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(
-            broadcast_from_rank_zero, opening
-        )
+        broadcast = functools.partial(broadcast_from_rank_zero, opening)
+        waiting = in_background("raypipe-handover", broadcast)
         try:
             return waiting.result(timeout_s)
         except TimeoutError:

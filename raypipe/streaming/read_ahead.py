@@ -6,11 +6,12 @@ thread   | read m + 32, and drop it |      the node's cache keeps its groups
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import functools
+from concurrent.futures import Future
 
 import numpy as np
 
+from raypipe.background import in_background
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, is_at_hand, keeps_groups
@@ -44,7 +45,7 @@ class ReadAhead:
         self._num = max(1, _NUM_SAMPLES // num_samples)
         self._look_every = max(1, _LOOK_SAMPLES // num_samples)
         self._num_reads = 0
-        self._thread: threading.Thread | None = None
+        self._fetching: Future[None] | None = None
 
     def begin(self, position: MicroBatchId) -> None:
         """Begin to fetch what is needed half a window after a micro-batch, unless the last is under way."""
@@ -61,20 +62,14 @@ class ReadAhead:
         indices = indices[indices != PADDING]
         if is_at_hand(store, indices, self._wanted.names):
             return
-        self._thread = threading.Thread(
-            target=self._fetch,
-            args=(store, indices),
-            name="raypipe-read-ahead",
-            daemon=True,  # an actor that ends does not wait for storage
-        )
-        self._thread.start()
+        fetch = functools.partial(self._fetch, store, indices)
+        self._fetching = in_background("raypipe-read-ahead", fetch)
 
     @property
     def is_busy(self) -> bool:
         """True while the thread is fetching."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._fetching is not None and not self._fetching.done()
 
     def _fetch(self, store: Store, indices: np.ndarray) -> None:
         # The block that needs the samples reads them again, and says what is wrong.
-        with contextlib.suppress(Exception):
-            read_samples(store, indices, self._wanted)
+        read_samples(store, indices, self._wanted)

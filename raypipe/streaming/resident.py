@@ -99,16 +99,8 @@ def resident(
         StoreError: a sample cannot be read.
         ResourceError: the device has too little memory.
     """
-    if plan and plan.buckets:
-        raise ConfigError(
-            "plan.buckets need a stream: all images of a resident dataset have one size"
-        )
-    if not (border >= 0 and 0 <= flip <= 1):
-        raise ConfigError(
-            f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
-        )
-
     plan = plan or PlanConfig()
+    _check(plan, border, flip)
     opened = functools.partial(
         open_stream,
         store,
@@ -154,6 +146,18 @@ def resident(
         images,
         spec.columns.has_target,
     )
+
+
+def _check(plan: PlanConfig, border: int, flip: float) -> None:
+    """Raise ConfigError for settings that a resident dataset cannot have."""
+    if plan.buckets:
+        raise ConfigError(
+            "plan.buckets need a stream: all images of a resident dataset have one size"
+        )
+    if not (border >= 0 and 0 <= flip <= 1):
+        raise ConfigError(
+            f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
+        )
 
 
 def _steps(

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +24,7 @@ import pyarrow as pa
 import pyarrow.fs
 import ray
 
+from raypipe.background import Repeating
 from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, RecordWriter, RunFolder, write_file
@@ -113,7 +113,7 @@ class RunLog(Observer):
         self._step_at = time.time()
         self._wait: _Wait | None = None
         self._shown: dict[str, Any] = {}
-        self._looks: tuple[threading.Thread, threading.Event] | None = None
+        self._looks: Repeating | None = None
         self._told: _Wait | None = None  # the last one that was printed
         self._due_s = self._status_at = self._stop_looked_at = 0.0
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -223,25 +223,14 @@ class RunLog(Observer):
 
     def _begin_looking(self) -> None:
         if self._is_first and self._looks is None:
-            left = threading.Event()
-            thread = threading.Thread(
-                target=self._look_until,
-                args=(left,),
-                name="raypipe-waiting",
-                daemon=True,
-            )
-            self._looks = thread, left
-            thread.start()
+            period_s = min(_LOOK_S, _FIRST_TOLD_S)
+            self._looks = Repeating(self._look_around, period_s, "raypipe-waiting")
+            self._looks.start()
 
-    def _look_until(self, left: threading.Event) -> None:
-        while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
-            try:
-                self._look_for_stop(time.time())
-                self._tell_events(_LOOK_S)
-                self._look(time.time())
-            except (RuntimeError, OSError, ray.exceptions.RayError):
-                # a run does not end because nobody can say where it is
-                logger.debug("the waits of a stream cannot be told", exc_info=True)
+    def _look_around(self) -> None:
+        self._look_for_stop(time.time())
+        self._tell_events(_LOOK_S)
+        self._look(time.time())
 
     def _look_for_stop(self, now: float) -> None:
         """Look for a request to stop, if due; storage that fails is asked again."""
@@ -324,11 +313,7 @@ class RunLog(Observer):
     def ended(self) -> None:
         """Write the last events of the stream, and that nobody reads it any more."""
         if self._looks:
-            thread, left = self._looks
-            left.set()
-            if thread is not threading.current_thread():
-                # the loop may have dropped the loader
-                thread.join(_ANSWER_S)
+            self._looks.stop()
             self._looks = None
         self._tell_events(_ANSWER_S)
         self._supervisor = None

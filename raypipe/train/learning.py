@@ -96,7 +96,12 @@ class Learner:
         self._config = config
         self._device = device
         self.dtype = amp_dtype(config.amp, device)
-        model = build_model(config.model, num_classes, len(run.augment.mean))
+        model = build_model(
+            config.model_name,
+            num_classes,
+            len(run.augment.mean),
+            **config.model_arguments,
+        )
         self._model = model.to(device)
         if on_cuda:
             self._model = _made_fast(self._model)
@@ -110,7 +115,7 @@ class Learner:
         self._scaler = torch.amp.GradScaler(
             device.type, enabled=self.dtype is torch.float16 and on_cuda
         )
-        if config.compile:
+        if config.compiles:
             self._model.compile()
         is_ordered = config.deterministic_reduce
         if is_ordered == "auto":
@@ -193,8 +198,8 @@ class Learner:
             )
         if not ok:
             raise ConfigError(
-                f"train.model={config.model} returned {_shape_of(logits)} for {rows} images: it must return a "
-                f"tensor ({rows}, {num})"
+                f"train.model={config.model_name} returned {_shape_of(logits)} for {rows} images: it must return "
+                f"a tensor ({rows}, {num})"
             )
         return logits.float()
 
@@ -223,8 +228,8 @@ class Learner:
         except RuntimeError as error:
             # torch names every parameter
             raise ConfigError(
-                f"the checkpoint's model is not that of train.model={self._config.model} with "
-                f"{self._num_classes} outputs: leave train.model and train.num_classes as they were, or start a "
+                f"the checkpoint's model is not that of train.model={self._config.model_name} with "
+                f"{self._num_classes} outputs: leave train.model and its num_classes as they were, or start a "
                 f"new run ({textwrap.shorten(str(error), 200, placeholder=' …')})"
             ) from error
         self._load_optimizer(state["optimizer"])

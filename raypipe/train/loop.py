@@ -107,7 +107,7 @@ class Trainer:
             log_digest="digest" in run.train.log,
             **trace,
         )
-        stream.model_name = run.train.model
+        stream.model_name = run.train.model_name
         stream.metrics.interval_s = math.inf
         stream.metrics.is_run = True
         stream.metrics.run_log.keeps_stop = True

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +25,21 @@ Schedule = Callable[[int, int, int, float], float]
 """Step in [0, total), total steps, warm-up steps, peak → learning rate."""
 
 
-def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
+def build_model(
+    name: str, num_classes: int, channels: int = 3, **arguments: Any
+) -> nn.Module:
     """Make a classifier with new weights: "small", a torchvision model, or `module:function(num_classes=…)`.
 
     Args:
         channels: channels of the images of "small"; torchvision's models take three.
+        arguments: more arguments of the model.
 
     Raises:
-        ConfigError: the model does not exist.
+        ConfigError: the model does not exist, or does not take the arguments.
     """
     if ":" in name:
-        model = TrainConfig(model=name).imported("model")(num_classes=num_classes)
+        make = TrainConfig(model=name).imported("model")
+        model = make(num_classes=num_classes, **arguments)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"train.model={name} must return a torch.nn.Module, got {type(model).__name__}"
@@ -47,14 +52,10 @@ def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
     # Every model has one output and one loss. BatchNorm makes auxiliary heads unnecessary (Szegedy et al. 2015
     # found that the lower one had no effect), and inception_v3's rejects small images.
     if name.lower() in ("googlenet", "inception_v3"):
-        more = {"aux_logits": False, "init_weights": True}
-    else:
-        more = {}
+        arguments |= {"aux_logits": False, "init_weights": True}
     try:
-        return torchvision.models.get_model(
-            name, weights=None, num_classes=num_classes, **more
-        )
-    except ValueError as error:
+        return torchvision.models.get_model(name, num_classes=num_classes, **arguments)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"train.model={name!r}: {error}") from error
 
 
@@ -119,6 +120,8 @@ def build_optimizer(
     decay = [p for p in model.parameters() if p.ndim > 1]
     no_decay = [p for p in model.parameters() if p.ndim <= 1]
     name, arguments = config.named("optimizer")
+    for of_step in ("max_grad_norm", "ema_decay"):
+        arguments.pop(of_step, None)
     groups = [
         {"params": decay, "weight_decay": arguments.pop("weight_decay", 5e-5)},
         {"params": no_decay, "weight_decay": 0.0},

@@ -180,6 +180,6 @@ def check_labels(
     is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
     for row in np.flatnonzero(is_wrong).tolist():
         raise ConfigError(
-            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
-            "fix the store"
+            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set num_classes in train.model, "
+            "or fix the store"
         )

@@ -270,7 +270,7 @@ class Target:
         if number > limit:
             name = "boxes" if self.width == 5 else "keypoints"
             raise ConfigError(
-                f"it has {number} {name}, and transform.max_targets is {limit}: raise it, or leave the sample out"
+                f"it has {number} {name}, and transform.targets.max is {limit}: raise it, or leave the sample out"
             )
         if self.keyword == "keypoints":
             return marked(transformed, image)

@@ -629,10 +629,10 @@ def test_what_is_printed_needs_no_reader(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
-        "train: {lr: 1e-3, ema_decay: 5.e-5, amp: off, model: no, use_gpu: true}\nname: 2026-11-25\n"
+        "pool: {grow_after_s: 5.e-5}\ntrain: {lr: 1e-3, amp: off, model: no, use_gpu: true}\nname: 2026-11-25\n"
     )
     run = parse(f"--config={file}")
-    assert (run.train.lr, run.train.ema_decay, run.train.amp, run.train.model) == (
+    assert (run.train.lr, run.pool.grow_after_s, run.train.amp, run.train.model) == (
         0.001,
         5e-5,
         "off",

@@ -245,8 +245,7 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
     settings = TransformConfig(
         train="resize",
         size=24,
-        targets={"mask": "seg", "boxes": "objects"},
-        max_targets=2,
+        targets={"mask": "seg", "boxes": "objects", "max": 2},
     )
     shown = made(scenes(bad=5), AugmentConfig(), settings)
     for index in (3, 5):

@@ -52,8 +52,8 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 }
 CONFIGS = {
     **{preset: AugmentConfig(preset=preset) for preset in PRESETS},
-    "mixed": AugmentConfig(mixup_alpha=0.4, mix_prob=1.0),
-    "cut": AugmentConfig(cutmix_alpha=1.0, mix_prob=1.0),
+    "mixed": AugmentConfig(mixup_alpha=0.4),
+    "cut": AugmentConfig(cutmix_alpha=1.0),
     **{
         op: AugmentConfig(ops=[{"op": op, **options}])
         for op, options in OPERATIONS.items()

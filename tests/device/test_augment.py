@@ -117,7 +117,7 @@ def test_the_input_is_not_written_to() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_host_never_waits_for_the_device(preset: Any) -> None:
     config = AugmentConfig(
-        preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.8
+        preset=preset, mixup_alpha=(0.4, 0.4), cutmix_alpha=(1.0, 0.4)
     )
     image, target = images(), torch.arange(8)
     augment, there = DeviceAugment(config, CPU), DeviceAugment(config, CPU)
@@ -377,9 +377,7 @@ def test_the_device_that_is_current_is_seeded_where_it_has_no_number(
     assert forked == [[torch.device("cuda", 2)]] * 2
 
 
-@pytest.mark.parametrize(
-    "mixing", [{}, {"mixup_alpha": 0.4, "mix_prob": 1.0}, {"cutmix_alpha": 1.0}]
-)
+@pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_gradient_reaches_the_pixels_and_changes_none(
     preset: Any, mixing: dict[str, float]

@@ -126,7 +126,7 @@ def test_a_single_row_that_counts_stays_as_it_is() -> None:
 
 
 def test_the_mixed_share_follows_probability_and_strength() -> None:
-    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8)
+    config = AugmentConfig(mixup_alpha=(0.2, 0.4), cutmix_alpha=(1.0, 0.4))
     plans = draws(config)
     drawn = [plan for plan in plans if plan]
     assert len(drawn) / len(plans) == pytest.approx(0.8, abs=0.03)
@@ -154,7 +154,7 @@ def test_one_kind_alone_is_always_that_kind(
 
 
 def test_the_shares_of_mixup_cutmix_and_neither_are_those_that_were_set() -> None:
-    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=(0.2, 0.5))
+    config = AugmentConfig(mixup_alpha=(0.2, 0.2), cutmix_alpha=(1.0, 0.5))
     for strength in (1.0, 0.5):
         plans = draws(config, strength=strength)
         cut = sum(plan is not None and plan[1] is not None for plan in plans) / len(
@@ -164,21 +164,18 @@ def test_the_shares_of_mixup_cutmix_and_neither_are_those_that_were_set() -> Non
         assert (mixed - cut, cut) == pytest.approx(
             (0.2 * strength, 0.5 * strength), abs=0.03
         )
-    halves = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=(0.4, 0.4))
-    assert draws(halves) == draws(
-        AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8)
+    one_share = AugmentConfig(mixup_alpha=(0.2, 0.3), cutmix_alpha=1.0)
+    assert draws(one_share) == draws(
+        AugmentConfig(mixup_alpha=(0.2, 0.3), cutmix_alpha=(1.0, 0.7))
     )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mix_prob": (0.5, 0.6)}, "two shares that add up to at most 1"),
-        ({"mix_prob": (0.5,)}, "two shares"),
-        (
-            {"mix_prob": (0.5, 0.4), "cutmix_alpha": 0.0},
-            r"augment\.cutmix_alpha must be above 0 where .*, 0\.4",
-        ),
+        ({"mixup_alpha": (0.2, 0.5), "cutmix_alpha": (1, 0.6)}, "at most 1 with that"),
+        ({"mixup_alpha": (0.5,)}, r"an alpha, or \[ALPHA, SHARE\]"),
+        ({"cutmix_alpha": (0.0, 0.4)}, r"augment\.cutmix_alpha must be .* above 0"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(

@@ -147,7 +147,7 @@ def spec_of(
         pool=PoolConfig(
             min_actors=min_actors,
             max_actors=max_actors,
-            micro_batches_per_block=block,
+            max_in_flight=(0, block),
             stall_timeout_s=60,
         ),
     )

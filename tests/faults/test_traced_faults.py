@@ -35,9 +35,7 @@ def test_a_killed_actor_is_in_the_trace(ray_cluster: None, tmp_path: Path) -> No
         plan=PlanConfig(epochs=40, micro_batch_size=4, global_batch_size=8),
         transform=TransformConfig(train="none"),
         train_transform=dies_once,
-        pool=PoolConfig(
-            min_actors=1, max_actors=1, head_start=0, micro_batches_per_block=2
-        ),
+        pool=PoolConfig(min_actors=1, max_actors=1, head_start=0, max_in_flight=(0, 2)),
     )
     places = []
     with raypipe.loader(spec, trace=file, max_actors=1) as loader:

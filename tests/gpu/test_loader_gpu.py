@@ -34,9 +34,7 @@ def spec_of(stores: dict[str, Path], actors: int = 1, block: int = 0) -> StreamS
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
         transform=TransformConfig(train="light", val="center", size=32),
-        pool=PoolConfig(
-            min_actors=actors, max_actors=actors, micro_batches_per_block=block
-        ),
+        pool=PoolConfig(min_actors=actors, max_actors=actors, max_in_flight=(0, block)),
     )
 
 
@@ -130,8 +128,7 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
         transform=TransformConfig(
             train="light",
             size=32,
-            targets={"mask": "seg", "boxes": "objects"},
-            max_targets=4,
+            targets={"mask": "seg", "boxes": "objects", "max": 4},
         ),
         target_column=None,
     )

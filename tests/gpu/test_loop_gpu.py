@@ -34,8 +34,7 @@ ROOT = Path(__file__).parents[2]
 def run_of(stores: dict[str, Path], runs: Path, **settings: Any) -> RunConfig:
     settings = {
         "checkpoint_interval": 3,
-        "max_grad_norm": 1.0,
-        "ema_decay": 0.9,
+        "optimizer": {"name": "adamw", "max_grad_norm": 1.0, "ema_decay": 0.9},
         **settings,
     }
     plain = small_run(runs, stores["train"], stores["val"], 3, 4, **settings)

@@ -27,16 +27,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROWS, SIDE, PER_STEP = 8, 16, 4
-KINDS = [
+AVERAGED, CLIPPED = {"ema_decay": 0.9}, {"max_grad_norm": 1.0}
+KINDS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "amp": "off"},
-    {"optimizer": "sgd", "amp": "bf16", "ema_decay": 0.9, "max_grad_norm": 1.0},
+    {"optimizer": {"name": "sgd", **AVERAGED, **CLIPPED}, "amp": "bf16"},
     {"optimizer": "sgd", "amp": "fp16"},
-    {"optimizer": "adamw", "amp": "off", "max_grad_norm": 1.0},
+    {"optimizer": {"name": "adamw", **CLIPPED}, "amp": "off"},
     {"optimizer": "adamw", "amp": "bf16"},
-    {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "max_grad_norm": 1.0},
+    {"optimizer": {"name": "adamw", **AVERAGED, **CLIPPED}, "amp": "fp16"},
 ]
 kinds = pytest.mark.parametrize(
-    "kind", KINDS, ids=lambda kind: f"{kind['optimizer']}-{kind['amp']}"
+    "kind",
+    KINDS,
+    ids=lambda kind: f"{TrainConfig(**kind).named('optimizer')[0]}-{kind['amp']}",
 )
 ordered = pytest.mark.parametrize("deterministic_reduce", [True, False])
 
@@ -54,7 +57,7 @@ def learner(device: torch.device = CUDA, world_size: int = 1, **train: Any) -> L
     """A learner on kernels whose sums have an order: cuDNN's own choice, by time, has others as well."""
     run = RunConfig(
         plan=PlanConfig(micro_batch_size=ROWS, global_batch_size=ROWS * PER_STEP),
-        train=TrainConfig(model="small", **train),
+        train=TrainConfig(**{"model": "small", **train}),
     )
     torch.manual_seed(0)
     made = Learner(run, 5, device, world_size)
@@ -234,7 +237,7 @@ def test_two_ranks_learn_what_one_does(
 def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(
     optimizer: Any,
 ) -> None:
-    settings = {"optimizer": optimizer, "amp": "off", "ema_decay": 0.9}
+    settings: Any = {"optimizer": {"name": optimizer, **AVERAGED}, "amp": "off"}
     state = learn(learner(**settings), range(3))
     for device, other in ((CUDA, CPU), (CPU, CUDA)):
         there, here = learner(device, **settings), learner(other, **settings)
@@ -315,13 +318,13 @@ def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(
 def test_the_gradient_is_clipped_to_its_true_norm(
     amp: Any, deterministic_reduce: Any
 ) -> None:
-    settings = {
-        "optimizer": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
-        "amp": amp,
-        "deterministic_reduce": deterministic_reduce,
-    }
+    plain = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}
     for norm in (1e-3, 1e-2):
-        learning = learner(**settings, max_grad_norm=norm)
+        learning = learner(
+            optimizer={**plain, "max_grad_norm": norm},
+            amp=amp,
+            deterministic_reduce=deterministic_reduce,
+        )
         before = [
             parameter.detach().clone() for parameter in learning._model.parameters()
         ]
@@ -369,7 +372,11 @@ def test_the_host_never_waits_for_a_step(kind: Any, deterministic_reduce: Any) -
 def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
     found: list[dict[str, Any]] = []
     for compile in (False, True):
-        learning = learner(amp=amp, compile=compile, ema_decay=0.9)
+        learning = learner(
+            amp=amp,
+            model={"name": "small", "compile": compile},
+            optimizer={"name": "sgd", **AVERAGED},
+        )
         learning._model[7].p = 0.0  # type: ignore[index, union-attr]  # the compiler draws its own
         if not found:
             before = checkpoint(learning)
@@ -392,9 +399,8 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
 def test_a_device_that_is_not_the_current_one_learns_the_same() -> None:
     second = torch.device("cuda", 1)
     settings: Any = {
-        "optimizer": "adamw",
+        "optimizer": {"name": "adamw", **AVERAGED},
         "amp": "fp16",
-        "ema_decay": 0.9,
         "deterministic_reduce": True,
     }
     one, other = (

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import without_ray
+from tiers import in_system
 
 import raypipe
 from raypipe.commands.audit import audit
@@ -122,7 +123,7 @@ def until(loader: Any, step: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_system(KINDS, "windows"))
 def test_samples_are_found_where_a_killed_runs_loop_saw_them(
     kind: str, world_size: int, folder: Path, tmp_path: Path
 ) -> None:

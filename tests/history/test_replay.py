@@ -93,7 +93,7 @@ def check_same(folder: Path, batches: list[Any], **options: Any) -> None:
 AUGMENTS = {
     "none": None,
     "mixing": AugmentConfig(
-        preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.7
+        preset="strong", mixup_alpha=(0.4, 0.35), cutmix_alpha=(1.0, 0.35)
     ),
     "kornia": AugmentConfig(
         ops=[{"op": "RandomHorizontalFlip", "p": 0.5}], strength=(0.2, 1.0, 0.5)
@@ -133,7 +133,8 @@ def mixture(stores: dict[str, Path]) -> StreamSpec:
 
 
 def buckets(stores: dict[str, Path]) -> StreamSpec:
-    plan = {"buckets": ["12x16", "14x14", "16x12"], "val_buckets": True}
+    sizes = ["12x16", "14x14", "16x12"]
+    plan = {"buckets": {"train": sizes, "val": sizes}}
     return stream(
         sized(50, bad=(3, 7)),
         sized(9),

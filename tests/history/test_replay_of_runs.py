@@ -120,7 +120,8 @@ def run_of_kind(
         train = stores["parquet"]
     elif kind == "buckets":
         train = of_shapes
-    of_train = {"log": ["samples"], "checkpoint_interval": 3, "num_classes": 5}
+    model = {"name": "small", "num_classes": 5}
+    of_train = {"log": ["samples"], "checkpoint_interval": 3, "model": model}
     run = small_run(runs, train, stores["val"], 4, 4, **of_train)
     of_kind = KINDS[kind]
     of_store = dict(of_kind.get("store", {}))

@@ -125,6 +125,7 @@ def test_each_level_has_the_pixels_of_the_reference(
     assert done == set(Op) and installed[0].count(kernel.DONE) > 0.8 * len(inputs)
 
 
+@pytest.mark.system
 def test_each_build_has_the_pixels_of_the_reference_and_refuses_the_same(
     build: ModuleType, inputs: list[Input], installed: list[list[int]]
 ) -> None:

@@ -168,7 +168,10 @@ def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
     assert num_classes_of(RUN, named) == 3
     assert (
         num_classes_of(
-            dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named
+            dataclasses.replace(
+                RUN, train=TrainConfig(model={"name": "small", "num_classes": 9})
+            ),
+            named,
         )
         == 9
     )
@@ -176,7 +179,7 @@ def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
 
 def test_a_store_without_class_names_asks_for_the_setting() -> None:
     with pytest.raises(
-        ConfigError, match=r"does not name its classes: set train\.num_classes"
+        ConfigError, match=r"does not name its classes: set num_classes"
     ):
         num_classes_of(RUN, spec(store(None)))
 
@@ -205,7 +208,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "no store": ("store", {"train": "nowhere"}, "nowhere does not exist"),
     "filter": ("store", {"filter": "nothing > 3"}, "nothing"),
     "model": ("train", {"model": "resnet18"}, "has train.model=small: leave it out"),
-    "outputs": ("train", {"num_classes": 9}, "train.num_classes as they were"),
+    "outputs": (
+        "train",
+        {"model": {"name": "small", "num_classes": 9}},
+        "its num_classes as they were",
+    ),
     "own model": ("train", {"model": "lost:net"}, "train.model 'lost:net'"),
     "optimizer": ("train", {"optimizer": "adamw"}, "set train.optimizer to sgd"),
     "own optimizer": ("train", {"optimizer": "lost:sgd"}, "'lost:sgd' cannot be"),
@@ -222,7 +229,7 @@ def test_a_refusal_of_a_resume_leaves_every_file_as_it_was(
     """No refusal comes after the connection to Ray, before which nothing is written."""
     monkeypatch.setattr("raypipe.launch.run.connect", lambda **options: 1 / 0)
     store = StoreConfig(str(stores["train"]), str(stores["val"]))
-    small = TrainConfig(model="small", num_classes=5)
+    small = TrainConfig(model={"name": "small", "num_classes": 5})
     run = dataclasses.replace(
         RUN, store=store, train=small, storage_path=str(tmp_path), resume=""
     )

@@ -102,7 +102,7 @@ def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
         log.write("train", step, loss=0.5, text="x" * 300)
         log.sync()
     log.close()
-    (warning,) = [record.message for record in caplog.records]
+    (warning,) = caplog.messages
     assert (
         "No space left on device; the run goes on, and its record has gaps" in warning
     )
@@ -143,7 +143,7 @@ def test_records_are_kept_here_if_their_bucket_is_gone(
     log._filesystem = open_filesystem(f"{bucket}-gone")[0]
     log._remote = f"{bucket[5:]}-gone/runs/mine"
     log.close()
-    (warning,) = [record.message for record in caplog.records]
+    (warning,) = caplog.messages
     folder = Path(warning.split("which is left in ")[1].split(",")[0])
     assert steps(folder) == [1]
 

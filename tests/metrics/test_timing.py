@@ -195,7 +195,7 @@ def test_a_host_that_is_behind_is_told_apart_from_a_slow_model() -> None:
     for advice in (
         "loss.item()",
         "plan.micro_batch_size",
-        "train.compile=true",
+        "compile: true in train.model",
         "CUDA graph",
     ):
         assert advice in behind
@@ -223,7 +223,7 @@ def test_an_idle_gpu_that_is_fed_is_told_apart_from_a_slow_model() -> None:
         "Neither the input nor the speed of the GPU limits the run: 1% of its time goes by waiting"
         in found
     )
-    assert "train.compile=true" in found and "The model limits" not in found
+    assert "compile: true in train.model" in found and "The model limits" not in found
     assert "torch.compile" in text(
         fed, device="cuda", gpu_utilization=0.4, is_run=False
     )
@@ -338,4 +338,4 @@ def test_a_loop_of_ones_own_gets_no_advice_about_settings_that_it_lacks() -> Non
     assert "train.checkpoint_interval" in text(cases[0]) and "loader.report" in text(
         cases[0], is_run=False
     )
-    assert "train.compile" in text(cases[1], device="cuda")
+    assert "compile: true" in text(cases[1], device="cuda")

@@ -15,7 +15,7 @@ from raypipe.metrics.tracer import (
     counted,
     end_recording,
     happened,
-    take,
+    take_events,
     traced,
 )
 from raypipe.plan.places import MicroBatchId
@@ -38,7 +38,7 @@ def test_nothing_is_recorded_and_nothing_made_without_a_trace() -> None:
     happened("fault", "text")
     count_memory()
     assert begin_recording()
-    assert take() == []
+    assert take_events() == []
     end_recording()
 
 
@@ -53,7 +53,7 @@ def test_slices_have_their_thread_their_times_and_their_micro_batches(
     thread = threading.Thread(target=work, name="worker")
     thread.start()
     thread.join()
-    read, block = take()
+    read, block = take_events()
     assert (read["name"], block["name"]) == ("read", "block")
     assert read["tid"] == block["tid"] == "worker"
     assert block["ts"] <= read["ts"]
@@ -66,7 +66,7 @@ def test_counters_and_instants_are_recorded(recording: None) -> None:
     counted("blocks", queued=3)
     happened("fault", "an actor died")
     count_memory()
-    blocks, fault, memory = take()
+    blocks, fault, memory = take_events()
     assert blocks["args"] == {"queued": 3}
     assert fault["args"] == {"text": "an actor died"}
     assert memory["args"]["own"] > 1 and memory["args"]["shared"] >= 0
@@ -77,8 +77,8 @@ def test_the_oldest_events_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begin_recording()
     for number in range(25):
         add_slice(str(number), number, number + 1)
-    assert [event["name"] for event in take()] == [str(n) for n in range(15, 25)]
-    assert take() == []
+    assert [event["name"] for event in take_events()] == [str(n) for n in range(15, 25)]
+    assert take_events() == []
     end_recording()
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 from mutate_columns import GROUPS, RECORD, Case, numeric_types
 from mutation_runs import Program, Report
-from tiers import is_soak
+from tiers import in_system, is_soak
 
 import raypipe
 import raypipe.stores
@@ -144,7 +144,7 @@ def test_every_type_of_a_label_has_damaged_values() -> None:
     } <= forms["tar"]
 
 
-@pytest.mark.parametrize("kind", NUM_INPUTS)
+@pytest.mark.parametrize("kind", in_system(NUM_INPUTS, "columns"))
 def test_every_mutated_input_has_a_clear_outcome(
     kind: str, num_inputs: dict[str, int], reports: dict[str, list[Future[Report]]]
 ) -> None:

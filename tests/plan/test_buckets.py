@@ -18,6 +18,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 THREE = ["192x256", "224x224", "256x192"]
+BOTH = {"train": THREE, "val": THREE}
 
 
 def store(
@@ -69,7 +70,7 @@ def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
 
 def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
     # 5 samples, in micro-batches of 4, 4 in a step
-    plan = plan_of(varied(50), val_buckets=True, global_batch_size=16)
+    plan = plan_of(varied(50), buckets=BOTH, global_batch_size=16)
     found = [
         (plan.bucket_of(at), plan.indices(at).tolist())
         for at in plan.micro_batches(plan.start())
@@ -164,12 +165,8 @@ def test_stores_without_sizes_or_with_parts_are_told_what_to_do() -> None:
     assert plan_of(grouped, shuffle="global").steps_per_epoch == 2
 
 
-def test_validation_buckets_need_buckets_and_errors_name_the_validation() -> None:
-    with pytest.raises(
-        ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"
-    ):
-        PlanConfig(val_buckets=True)
-    config = PlanConfig(micro_batch_size=4, buckets=THREE, val_buckets=True)
+def test_errors_of_validation_buckets_name_the_validation() -> None:
+    config = PlanConfig(micro_batch_size=4, buckets=BOTH)
     with pytest.raises(
         ConfigError,
         match=r"none for 1 samples, .*: set store\.filter to \{val: width > 0\}",
@@ -186,12 +183,21 @@ def test_validation_buckets_need_buckets_and_errors_name_the_validation() -> Non
 
 @pytest.mark.parametrize(
     "buckets",
-    [["224"], ["0x5"], ["5x-1"], ["192x256", "0192x256"], ["4x4", "4x4"], [224]],
+    [
+        ["224"],
+        ["0x5"],
+        ["5x-1"],
+        ["192x256", "0192x256"],
+        ["4x4", "4x4"],
+        [224],
+        {"val": ["224"]},
+        {"test": ["4x4"]},
+    ],
 )
 def test_what_is_no_bucket_is_refused(buckets: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"plan\.buckets.* must be (different sizes HEIGHTxWIDTH|a string)",
+        match=r"plan\.buckets.* must be (different sizes HEIGHTxWIDTH|a string|sizes, or {train)",
     ):
         PlanConfig(buckets=buckets)
 

@@ -61,7 +61,7 @@ def test_substitutes_keep_to_a_samples_source_and_bucket(
             found = plan.substitute(at, drawn[0][0], attempt)
             assert kept[found] == kept[drawn[0][0]]
             assert (
-                not plan.config.buckets
+                not plan.config.train_buckets
                 or made.buckets[found] == made.buckets[drawn[0][0]]
             )
             assert made.weights is None or made.weights[found] > 0

@@ -74,7 +74,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "aug_repeats": 2,
     },
     "class balance": {**ONE, "weights": 0.5},
-    "buckets": {**ONE, "buckets": BUCKETS, "val_buckets": True},
+    "buckets": {**ONE, "buckets": {"train": BUCKETS, "val": BUCKETS}},
     "buckets, off, repeats": {
         **ONE,
         "buckets": BUCKETS,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import all_but_one_in_system
 
 from raypipe.plan.mixture import ONE, Mixture, Quotas, as_shares, floor_sum
 from raypipe.plan.order import Shuffle
@@ -87,7 +88,7 @@ def mixture(shares: dict[int, list[float]]) -> tuple[Mixture, Quotas]:
     return mixture_of([50, 7, 20], shares, 8, 3)
 
 
-@pytest.mark.parametrize("batch_size", [8, 5000])
+@pytest.mark.parametrize("batch_size", all_but_one_in_system([8, 5000]))
 def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(
     batch_size: int,
 ) -> None:

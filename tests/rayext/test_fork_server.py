@@ -52,7 +52,7 @@ def server() -> Iterator[str]:
     modules = ("fractions", "a_missing_module", "ray.data")
     fork_server.start(modules, dict(os.environ))
     try:
-        yield fork_server.take()
+        yield fork_server.take_address()
     finally:
         fork_server.end()
 
@@ -84,7 +84,7 @@ def test_only_a_worker_of_the_raylets_own_environment_is_forked(
 
 def test_without_a_server_a_worker_is_not_forked() -> None:
     fork_server.end()
-    assert fork_server.take() == ""
+    assert fork_server.take_address() == ""
     assert not is_forked("")
     assert not is_forked("/a/missing/socket")
 

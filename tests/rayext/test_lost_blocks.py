@@ -271,7 +271,7 @@ def test_blocks_of_a_killed_actor_without_a_cpu_come_from_the_other(
         stores["train"],
         plan=PlanConfig(micro_batch_size=8, global_batch_size=8, epochs=4),
         transform=TransformConfig(train="heavy", size=32),
-        pool=PoolConfig(min_actors=2, max_actors=2, micro_batches_per_block=1),
+        pool=PoolConfig(min_actors=2, max_actors=2, max_in_flight=(0, 1)),
     )
     supervisor = start_supervisor()
     (iterator,) = splits(spec, spec.plan.start(), max_actors=2, supervisor=supervisor)

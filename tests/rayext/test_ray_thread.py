@@ -35,23 +35,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_thread_goes_on_after_an_error_and_ends_when_it_is_stopped(
-    pretended: None,
-) -> None:
-    turns = threading.Semaphore(0)
-
-    def turn() -> None:
-        turns.release()
-        raise ValueError("one turn fails")
-
-    thread = RayThread(turn, 0.01, "raypipe-test")
-    thread.start()
-    for _ in range(3):
-        turns.acquire()
-    thread.stop()
-    assert not thread.is_alive()
-
-
 def test_a_thread_that_is_stopped_waits_no_longer_for_an_answer(
     pretended: None,
 ) -> None:

@@ -12,7 +12,7 @@ from raypipe.metrics.tracer import (
     begin_recording,
     clock_us,
     end_recording,
-    take,
+    take_events,
 )
 from raypipe.rayext import trace_sender
 from raypipe.rayext.processes import Process
@@ -55,7 +55,7 @@ def test_events_are_sent_on_the_supervisors_clock(
         (block,) = (event for event in supervisor.events if event["name"] == "block")
         assert block["ts"] == pytest.approx(1_000.0 + offset_us, abs=1e6)
         add_slice("block", 3_000.0, 4_000.0)
-        assert take() == []
+        assert take_events() == []
     finally:
         end_recording()
 

@@ -95,6 +95,7 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("impatient")
 def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

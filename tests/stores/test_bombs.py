@@ -29,6 +29,7 @@ from draw_bombs import (
     stream,
 )
 from PIL import Image
+from tiers import in_system
 
 from raypipe.environment import VARIABLES
 from raypipe.errors import ConfigError, StoreError
@@ -42,7 +43,7 @@ def test_each_kind_of_store_and_source_has_a_bomb() -> None:
     assert BOMBS.keys() == (_STORES.keys() | _SOURCES.keys()) - OWN_CODE
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", in_system(BOMBS, "lmdb", "tensors"))
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(
     kind: str, tmp_path: Path
 ) -> None:

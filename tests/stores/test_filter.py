@@ -138,6 +138,7 @@ def test_a_quotient_by_zero_is_no_value() -> None:
     assert np.flatnonzero(matching(store, "width / height == None")).tolist() == [0, 3]
 
 
+@pytest.mark.system
 def test_sixty_thousand_terms_are_evaluated() -> None:
     terms = " or ".join(f"label == {number}" for number in range(3, 60_003))
     assert np.flatnonzero(matching(STORE, terms)).tolist() == [3, 4, 5]

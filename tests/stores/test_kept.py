@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from raypipe.stores.kept import kept, packed, path_of, unpacked
+from raypipe.stores.kept import kept, path_of, table_bytes, table_of
 
 NUMBERS = pa.array([1, 2, 3])
 
@@ -20,12 +20,12 @@ def numbers(made: list[int]) -> list[int]:
         return NUMBERS.to_pylist()
 
     def read(content: pa.Buffer) -> list[int]:
-        batch, facts = unpacked(content)
+        batch, facts = table_of(content)
         assert facts == {"a": "ü\udc80"}
         return batch["n"].to_pylist()
 
     def pack(values: list[int]) -> bytes:
-        return packed({"n": pa.array(values)}, {"a": "ü\udc80"})
+        return table_bytes({"n": pa.array(values)}, {"a": "ü\udc80"})
 
     return kept(path_of("things", "a fact", 3), read, make, pack)
 

@@ -17,7 +17,7 @@ from pictures import picture, samples, write_tar
 
 from raypipe.errors import StoreError
 from raypipe.stores import tar as tar_module
-from raypipe.stores.kept import packed, unpacked
+from raypipe.stores.kept import table_bytes, table_of
 from raypipe.stores.tar import TarStore
 
 WRONG: list[Any] = [
@@ -99,14 +99,14 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
     expected = TarStore(path).read(np.arange(4))["image"]
     TarStore(path).write_index()
     (index,) = (tmp_path / "_raypipe_index").iterdir()
-    batch, facts = unpacked(pa.py_buffer(gzip.decompress(index.read_bytes())))
+    batch, facts = table_of(pa.py_buffer(gzip.decompress(index.read_bytes())))
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     whole = path.read_bytes()
     rng = random.Random(0)
     num_scanned = 0
     for number in range(150):
         monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / f"cache-{number}"))
-        stream = packed(
+        stream = table_bytes(
             wrong_columns(columns, rng) if number % 3 else columns,
             facts if number % 3 else mutated(facts, rng),
         )

@@ -19,7 +19,7 @@ from raypipe.streaming.row import batches_of, block_row
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.sizes import pixel_range
 
-from bucketed import BUCKETS, SIDES, pictures, spec_of  # isort: skip
+from bucketed import BOTH, BUCKETS, SIDES, pictures, spec_of  # isort: skip
 
 
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
@@ -33,7 +33,7 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     found = list(host_batches(spec))
     assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
     pixels = [height * width for height, width in SIDES]
-    assert pixel_range(spec.transform, spec.plan.config.bucket_sides) == (
+    assert pixel_range(spec.transform, spec.plan.config.sides_in("train")) == (
         min(pixels),
         max(pixels),
     )
@@ -131,7 +131,7 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
 
 def test_validations_in_buckets_have_each_sample_once_in_its_shape() -> None:
     val = pictures(23)
-    spec = spec_of(plan={"val_buckets": True}, val_store=val, size={0: 4, 1: 8})
+    spec = spec_of(plan={"buckets": BOTH}, val_store=val, size={0: 4, 1: 8})
     sides = val.read(np.arange(23), ("height", "width"))
     seen: dict[int, list[int]] = {0: [], 1: []}
     for epoch in loader(spec, augment=AugmentConfig()).epochs():
@@ -156,12 +156,12 @@ def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> Non
         match=r"transform\.val is .*CenterCrop, which is made once, and plan\.buckets has",
     ):
         spec_of(
-            plan={"val_buckets": True},
+            plan={"buckets": BOTH},
             val_store=pictures(9),
             val=[{"CenterCrop": {"height": 8, "width": 8}}],
         )
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets"):
-        spec_of(plan={"val_buckets": True})
+        spec_of(plan={"buckets": BOTH})
 
 
 def test_a_transform_that_has_one_size_is_refused() -> None:

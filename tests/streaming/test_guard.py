@@ -117,7 +117,7 @@ def spec_of(
         transform=TransformConfig(**config),
         # Three micro-batches to a block: two further blocks are at the actor that dies.
         # Actors make all: what kills a process must not kill this one
-        pool=PoolConfig(micro_batches_per_block=3, head_start=0),
+        pool=PoolConfig(max_in_flight=(0, 3), head_start=0),
     )
 
 

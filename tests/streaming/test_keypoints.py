@@ -101,7 +101,7 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
         store(),
         plan=PlanConfig(epochs=2, micro_batch_size=4),
         transform=TransformConfig(
-            size=32, **{"targets": {"keypoints": "joints"}, "max_targets": 5, **config}
+            size=32, **{"targets": {"keypoints": "joints", "max": 5}, **config}
         ),
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
@@ -120,9 +120,11 @@ def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
     with pytest.raises(
-        ConfigError, match=r"it has 3 keypoints, and transform\.max_targets is 2"
+        ConfigError, match=r"it has 3 keypoints, and transform\.targets\.max is 2"
     ):
-        next(without_ray.host_batches(spec_of(max_targets=2)))
+        next(
+            without_ray.host_batches(spec_of(targets={"keypoints": "joints", "max": 2}))
+        )
     with pytest.raises(
         ConfigError,
         match=r"transform\.targets\.keypoints needs an albumentations\.Compose or .*, and the transform is",

@@ -51,9 +51,8 @@ from pictures import CLASSES, picture  # isort: skip
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
     preset="strong",
-    mixup_alpha=0.4,
-    cutmix_alpha=1.0,
-    mix_prob=0.9,
+    mixup_alpha=(0.4, 0.45),
+    cutmix_alpha=(1.0, 0.45),
     strength=(0.5, 1, 0.25),
 )
 

@@ -128,8 +128,9 @@ def mixture(stores: Stores) -> StreamSpec:
 
 
 def mixture_in_buckets(stores: Stores) -> StreamSpec:
-    buckets = {"buckets": ["8x12", "10x10", "12x8"], "val_buckets": True}
-    return mixture_of({"weights": "width", **buckets}, "b")
+    sizes = ["8x12", "10x10", "12x8"]
+    buckets = {"train": sizes, "val": sizes}
+    return mixture_of({"weights": "width", "buckets": buckets}, "b")
 
 
 def all_ways(

@@ -129,7 +129,7 @@ def test_a_dataset_has_rows_of_blocks_of_micro_batches(stores: dict[str, Path]) 
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch_size=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
-        pool=PoolConfig(micro_batches_per_block=3),
+        pool=PoolConfig(max_in_flight=(0, 3)),
     )
     rows = list(
         block_dataset(spec, spec.plan.start(), max_actors=1).iter_batches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -77,8 +78,8 @@ def ahead_of(store: MemoryStore, plan: Plan) -> ReadAhead:
 def begin(ahead: ReadAhead, position: MicroBatchId) -> None:
     """Begin, and wait until what was begun is fetched."""
     ahead.begin(position)
-    if ahead._thread:
-        ahead._thread.join()
+    if ahead._fetching:
+        wait([ahead._fetching])
     assert not ahead.is_busy
 
 

@@ -215,7 +215,7 @@ def test_targets_and_padding_are_compared_by_their_fields() -> None:
     spec = open_stream(
         boxes,
         plan=PlanConfig(epochs=1, micro_batch_size=4),
-        transform=TransformConfig(targets={"boxes": "b"}, max_targets=3),
+        transform=TransformConfig(targets={"boxes": "b", "max": 3}),
         train_transform=A.Compose(
             [A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]
         ),

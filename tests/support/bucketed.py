@@ -13,6 +13,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 BUCKETS = ["12x16", "14x14", "16x12"]
+BOTH = {"train": BUCKETS, "val": BUCKETS}
 SIDES = {(12, 16), (14, 14), (16, 12)}
 
 

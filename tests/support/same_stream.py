@@ -69,7 +69,7 @@ def digests_of(spec: StreamSpec, way: Way) -> list[bytes]:
         min_actors=way.actors,
         max_actors=way.actors,
         cpus_per_actor=way.cpus,
-        micro_batches_per_block=way.block,
+        max_in_flight=(0, way.block),
         reader=way.reader,
     )
     start = spec.plan.cursor_at(way.from_step)

@@ -49,13 +49,11 @@ def small_run(
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(max_actors=1),
         train=TrainConfig(
-            model="small",
-            optimizer="adamw",
             lr=0.003,
             num_workers=1,
             cpus_per_worker=1.0,
             log_interval=1,
-            **train,
+            **{"model": "small", "optimizer": "adamw", **train},
         ),
         storage_path=str(runs),
     )

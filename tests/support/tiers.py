@@ -11,6 +11,8 @@ pytest tests/test_jobs.py           a file that is named: all that is no soak
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,20 @@ def tier_of(item: pytest.Item) -> str:
         item, "fixturenames", ()
     )
     return "system" if has_own else "default"
+
+
+def in_system(values: Iterable[Any], *slow: Any) -> list[Any]:
+    """Values to parametrize with, of which the slow ones are of the tier system."""
+    return [
+        pytest.param(value, marks=pytest.mark.system) if value in slow else value
+        for value in values
+    ]
+
+
+def all_but_one_in_system(values: Iterable[Any]) -> list[Any]:
+    """Values to parametrize with, of which the first is of the default tier, and the others of system."""
+    first, *others = values
+    return in_system([first, *others], *others)
 
 
 def pytest_configure(config: pytest.Config) -> None:

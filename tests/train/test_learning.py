@@ -302,7 +302,7 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
     "train",
     [
         {"optimizer": "sgd"},
-        {"optimizer": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0},
+        {"optimizer": {"name": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0}},
     ],
 )
 @pytest.mark.parametrize("steps_before", [0, 3])
@@ -323,7 +323,10 @@ def test_a_learner_goes_on_from_its_state_to_the_same_bits(
 
 
 def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
-    state, resumed = learn(learner(), range(2)), learner(ema_decay=0.9)
+    state, resumed = (
+        learn(learner(), range(2)),
+        learner(optimizer={"name": "sgd", "ema_decay": 0.9}),
+    )
     resumed.load(state)
     found = states_of(resumed.parts())
     assert all(

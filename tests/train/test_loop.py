@@ -47,8 +47,7 @@ def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ru
     train_config = {
         "log": ["samples", "digest"],
         "checkpoint_interval": 3,
-        "max_grad_norm": 1.0,
-        "ema_decay": 0.9,
+        "optimizer": {"name": "adamw", "max_grad_norm": 1.0, "ema_decay": 0.9},
     }
     plain = small_run(
         tmp_path_factory.mktemp("runs"),
@@ -140,8 +139,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         # Few micro-batches are made ahead, so that an actor that dies has work left.
         pool = PoolConfig(
             max_actors=min(2, workers),
-            micro_batches_per_block=1,
-            max_in_flight=8,
+            max_in_flight=(8, 1),
             head_start=0,
         )
         killer = threading.Thread(
@@ -270,7 +268,8 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
 ) -> None:
     # it is not among the first few
     monkeypatch.setattr("raypipe.launch.run.try_samples", lambda *_, **__: {})
-    settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
+    three = {"name": "small", "num_classes": 3}
+    settings = dataclasses.replace(run.train, model=three, max_failures=2)
     inline = PoolConfig(engine="inline")
     with pytest.raises(
         ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"

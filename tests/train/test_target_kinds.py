@@ -124,7 +124,12 @@ def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(
     assert outputs_of(run(folder, tmp_path, "both")) == 2
     # probabilities
     assert outputs_of(run(folder, tmp_path, "both", loss="cross_entropy")) == 2
-    assert outputs_of(run(folder, tmp_path, "grid", num_classes=4)) == 4
+    assert (
+        outputs_of(
+            run(folder, tmp_path, "grid", model={"name": "small", "num_classes": 4})
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(
             {},
             r"targets are int64 \(2,\), but train.loss=cross_entropy",
         ),
-        ("grid", {}, {}, r"targets are float32 \(2, 2\): set train.num_classes"),
+        ("grid", {}, {}, r"targets are float32 \(2, 2\): set num_classes in train"),
         (
             "several",
             {},

@@ -42,7 +42,7 @@ def train_fn(config: dict[str, Any]) -> dict[str, Any]:
         pool=PoolConfig(
             max_actors=1,
             cpus_per_actor=0.5,
-            micro_batches_per_block=2,
+            max_in_flight=(0, 2),
             head_start=0,
         ),
     )

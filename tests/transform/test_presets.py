@@ -169,6 +169,7 @@ print(json.dumps(digests(seed, keys, sys.argv[2:])))
 """
 
 
+@pytest.mark.system
 def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
     here: dict[str, Any] = {}
     exec(TWICE, here)
@@ -189,6 +190,7 @@ def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
     assert len(set(first.values())) > 0.9 * len(first)
 
 
+@pytest.mark.system
 def test_torchvision_is_imported_only_when_a_preset_needs_it() -> None:
     code = (
         "import sys; from raypipe.transform.presets import build_transform, check_transform\n"

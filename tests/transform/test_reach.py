@@ -247,6 +247,7 @@ LAZY = """
 """
 
 
+@pytest.mark.system
 def test_torch_that_the_code_is_first_to_import_is_seeded_with_it() -> None:
     def run(*arguments: str) -> list[str]:
         command = [sys.executable, "-c", textwrap.dedent(LAZY), *arguments]

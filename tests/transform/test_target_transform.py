@@ -54,11 +54,11 @@ OF_A_SPLIT = ("probe", "exact", "store_address")
 
 
 def both(
-    transform: Any, columns: dict[str, str] = BOTH, **options: Any
+    transform: Any, columns: dict[str, str] = BOTH, num_most: int = 4, **options: Any
 ) -> MicroBatchTransform:
     """By a user's transform, and settings of a run or options of a split."""
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
-    config = TransformConfig(**{"max_targets": 4, "targets": dict(columns), **options})
+    config = TransformConfig(**{"targets": {**columns, "max": num_most}, **options})
     return transform_of(transform, config, **of_a_split)
 
 
@@ -261,7 +261,7 @@ def test_more_boxes_than_there_is_room_for_end_the_run() -> None:
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
     with pytest.raises(
         ConfigError,
-        match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_targets is 4: raise it",
+        match=r"x.lmdb sample 21: it has 5 boxes, .* transform.targets.max is 4: raise it",
     ):
         run(transform, [SCENES[1], far], KEYS)
 
@@ -313,10 +313,10 @@ def test_keypoints_that_a_distortion_loses_are_outside() -> None:
 
 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
-    cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_targets=1)
+    cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), num_most=1)
     with pytest.raises(
         ConfigError,
-        match=r"sample 20: it has \d+ boxes, and transform.max_targets is 1: raise it",
+        match=r"sample 20: it has \d+ boxes, and transform.targets.max is 1: raise it",
     ):
         run(cut, SCENES[:1], KEYS)
 
@@ -399,20 +399,11 @@ def test_without_targets_there_are_none() -> None:
     assert set(run(both(None, {}), SCENES[:2], KEYS)[0].fields) == {"image", "label"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"max_targets": 0},
-            "transform.max_targets must be a whole number of at least 1",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_with_targets(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TransformConfig(targets={"mask": "seg"}, **changes)
+def test_a_number_of_targets_below_one_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"transform\.targets\['max'\] must be .*at least 1"
+    ):
+        TransformConfig(targets={"mask": "seg", "max": 0})
 
 
 def test_stores_and_transforms_are_checked_before_anything_starts() -> None:

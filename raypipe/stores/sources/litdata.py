@@ -29,9 +29,9 @@ from raypipe.stores.sources.format_source import (
     index_at,
 )
 from raypipe.stores.sources.shards import (
+    decompressed,
     read_shard,
-    samples_in,
-    unpacked,
+    samples_of_shard,
     values_of,
 )
 
@@ -73,7 +73,7 @@ def open_litdata(address: str, asked: Asked) -> Source:
                     )
                 else:
                     content = read_shard(address, name, codec)
-            yield from samples_in(
+            yield from samples_of_shard(
                 join_address(address, name),
                 num_samples,
                 content,
@@ -114,5 +114,5 @@ def _of_frames(where: str, packed: bytes) -> bytes:
     parts = [table.astype("<u4").tobytes()]
     for start, num_packed, num_unpacked in frames:
         frame = packed[start : start + num_packed]
-        parts.append(unpacked(where, frame, "zstd", num_unpacked))
+        parts.append(decompressed(where, frame, "zstd", num_unpacked))
     return b"".join(parts)

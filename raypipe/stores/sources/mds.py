@@ -25,7 +25,7 @@ from raypipe.stores.sources.shards import (
     Value,
     array_shape,
     read_shard,
-    samples_in,
+    samples_of_shard,
     values_of,
 )
 
@@ -83,7 +83,7 @@ def _samples(
                 raise StoreError(
                     f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
                 )
-        yield from samples_in(where, num_samples, content, sizes, values)
+        yield from samples_of_shard(where, num_samples, content, sizes, values)
 
 
 def _columns(shard: dict[str, Any]) -> list[Any]:

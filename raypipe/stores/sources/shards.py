@@ -141,7 +141,7 @@ def values_of(
     return values
 
 
-def samples_in(
+def samples_of_shard(
     name: str,
     num_samples: int,
     content: bytes,
@@ -215,10 +215,10 @@ def read_shard(
         stored_bytes = size_of(file)
         check_read(address, stored_bytes, stored_bytes, _SMALLER)
         content = file.read()
-        return unpacked(address, content, codec, num_bytes) if codec else content
+        return decompressed(address, content, codec, num_bytes) if codec else content
 
 
-def unpacked(where: str, packed: bytes, codec: str, num_bytes: int | None) -> bytes:
+def decompressed(where: str, packed: bytes, codec: str, num_bytes: int | None) -> bytes:
     """Return what compressed bytes unpack to.
 
     Raises:

@@ -27,7 +27,7 @@ from raypipe.metrics.tracer import (
     clock_us,
     count_memory,
     end_recording,
-    take,
+    take_events,
 )
 from raypipe.progress import print_progress
 from raypipe.rayext.processes import this_process
@@ -154,7 +154,7 @@ class RankTrace(Observer):
         self.ended()
         self._is_over = True
         count_memory()
-        own = Chunk(self._name, json.dumps(take()))
+        own = Chunk(self._name, json.dumps(take_events()))
         end_recording()
         if not self._rank:
             self._write([own, *self._chunks])

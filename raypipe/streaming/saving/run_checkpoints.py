@@ -10,11 +10,12 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
+from raypipe.background import in_background
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor
 from raypipe.progress import print_progress
@@ -48,8 +49,7 @@ class RunCheckpoints:
         self._lease = lease
         # The name of the checkpoint that was read or written last.
         self._name = ""
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
 
     def find(
         self,
@@ -114,7 +114,7 @@ class RunCheckpoints:
     @property
     def is_writing(self) -> bool:
         """True while a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing is not None and not self._writing.done()
 
     def save(
         self,
@@ -145,33 +145,27 @@ class RunCheckpoints:
         content = saved(state)
 
         def write() -> None:
-            try:
-                before()
-                self._check_lease()
-                self._name = write_checkpoint(
-                    self.run_uri, cursor, content, dict(metrics), self._name, described
-                )
-                after(time.perf_counter() - begun_at)
-            except BaseException as error:
-                self._error = error
+            before()
+            self._check_lease()
+            self._name = write_checkpoint(
+                self.run_uri, cursor, content, dict(metrics), self._name, described
+            )
+            after(time.perf_counter() - begun_at)
 
         # Python waits for it at exit.
-        self._thread = threading.Thread(target=write, name="raypipe-checkpoint")
-        self._thread.start()
+        self._writing = in_background("raypipe-checkpoint", write, daemon=False)
 
     def check(self) -> None:
         """Raise the thread's error, if it has failed."""
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            raise error
+        if self._writing and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
-        """Block until the last checkpoint is written."""
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        """Block until the last checkpoint is written; raise the thread's error, if it has failed."""
+        writing = self._writing
+        self._writing = None
+        if writing:
+            writing.result()
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):

@@ -79,7 +79,7 @@ class SavedModel:
         epoch, step: its place in the run: the epoch, from 0 on, and the steps done in it.
         metrics: the run's metrics up to there.
         state: the state_dict of each part, on the CPU, by its name: a run has `model`, `optimizer`, `scaler` and
-            `ema`, the average of the weights (None without `train.ema_decay`); an own loop has the names that it
+            `ema`, the average of the weights (None without `ema_decay`); an own loop has the names that it
             gave to `loader.report`.
         classes: the names of the classes, in the order of the outputs; None = the store names none.
         model: `train.model` of a run; empty = of an own loop.

@@ -53,7 +53,7 @@ def spec_of(
         transform=TransformConfig(train="light", val="center", size=size),
         pool=PoolConfig(
             cpus_per_actor=0.5,
-            micro_batches_per_block=1,
+            max_in_flight=(0, 1),
             **{"remember": str(remember), **pool},
         ),
     )

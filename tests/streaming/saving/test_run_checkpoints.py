@@ -73,7 +73,7 @@ def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
         raise ConfigError("no space left")
 
     save(writer, 1, {}, before=fail)
-    until(lambda: writer._error)
+    until(lambda: not writer.is_writing)
     with pytest.raises(ConfigError, match="no space left"):
         save(writer, 2, {}) if way == "save" else getattr(writer, way)()
     writer.check()
@@ -112,7 +112,8 @@ def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
 
 @pytest.fixture
 def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
-    config = {"checkpoint_interval": 1, "ema_decay": 0.9, "max_grad_norm": 1.0}
+    optimizer = {"name": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0}
+    config = {"checkpoint_interval": 1, "optimizer": optimizer}
     return small_run(tmp_path, stores["train"], stores["val"], 2, 4, **config)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from PIL import Image, ImageOps
+from tiers import all_but_one_in_system
 
 from raypipe import kernel
 from raypipe.errors import SampleError
@@ -85,7 +86,7 @@ def equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
 
 
 @needs_extension
-@pytest.mark.parametrize("kind", jpeg_headers.ORIGINALS)
+@pytest.mark.parametrize("kind", all_but_one_in_system(jpeg_headers.ORIGINALS))
 def test_a_header_means_the_same_with_and_without_the_extension(kind: str) -> None:
     original = jpeg_headers.ORIGINALS[kind]()
     num_accepted, num_by_kernel, num = 0, 0, 0

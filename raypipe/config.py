@@ -130,6 +130,11 @@ class StoreConfig(Section, prefix="store."):
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
             which it is true, of all stores of a mixture; or `{train: EXPRESSION, val: EXPRESSION}`, with a
             mixture's names in the place of `train`; empty = all.
+        take: share of the training store, or of each store of a mixture: "80%" or "10000", chosen by hashes of
+            indices; "first 10000" or "last 5000" as stored; "10% by class", of each class alike; "10% seed 1" for
+            another choice. `{val: "10%"}` without store.val holds out a part for validation, and the run trains on
+            the rest; `{train: "80%", val: "10%"}`, with a mixture's names in the place of `train`, sets both.
+            `exclude` and `filter` come after it; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
         in_memory: copy the store, still encoded, into memory that all processes of a node share, before the first
@@ -144,6 +149,7 @@ class StoreConfig(Section, prefix="store."):
     trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
+    take: str | dict[str, str] = ""
     columns: ColumnsSetting = field(default_factory=list)
     in_memory: bool = False
 

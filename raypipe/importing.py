@@ -61,7 +61,7 @@ _STEPS = {
 # Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions. The
 # value of `train` may be code, which makes a Dataset.
 _DATA = re.compile(
-    r"store\.(?!train|val).*|.*_column|columns|exclude|filter|storage_path|name|resume"
+    r"store\.(?!train|val).*|.*_column|columns|exclude|filter|take|storage_path|name|resume"
 )
 # Imported names have no separators of paths, so that no module is found outside the search path.
 _ADDRESS = re.compile(r"([^\s:./\\]+(?:\.[^\s:./\\]+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")

@@ -157,6 +157,19 @@ def test_any_dataset() -> None:
     assert len(torch.cat(rows).unique()) == NUM
 
 
+def test_splits(store: Path, capsys: Capture) -> None:
+    """A part of each class is held out for validation, or a share is trained on, without files of one's own."""
+    spec = spec_of(store, take={"val": "25% by class"})
+    for epoch in raypipe.loader(spec).epochs():
+        trained = {index for batch in epoch.train for index in batch.index.tolist()}
+        held_out = {index for batch in epoch.val for index in batch.index.tolist()}
+        assert len(trained) == 32 and len(held_out - {-1}) == 12
+        assert not trained & held_out
+    assert spec_of(store, take="first 16").plan.num_train == 16
+    options = ("--store.take", "{val: 25%}", "--plan.micro_batch_size=8")
+    assert run_command(capsys, "digest", store, "--pool.engine=inline", *options)
+
+
 def test_ray_data(tmp_path: Path) -> None:
     made = tmp_path / "dataset.lmdb"
     raypipe.convert(ray.data.from_items(samples(NUM)), made)

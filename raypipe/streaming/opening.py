@@ -88,6 +88,7 @@ def open_stream(
     val_transform: UserTransform = "",
     exclude: PerSource = "",
     filter: PerSource = "",
+    take: str | Mapping[str, str] = "",
     quarantine: str = "",
     run: str = "",
     log_format: LogFormat = "text",
@@ -110,6 +111,7 @@ def open_stream(
             are stored. A train_transform that does not follow transform.size needs a val_transform too.
         exclude: lists of bad samples, see `StoreConfig`.
         filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
+        take: shares of the stores, see `StoreConfig`. `{"val": "10%"}` without `val` holds out a part of `train`.
         quarantine, run, log_format: see `StreamSpec`.
         image_column, target_column: see `StoreConfig`, of stores that are given by their addresses. A
             target_column of "" or None, for any store, makes batches without a target.
@@ -150,14 +152,18 @@ def open_stream(
     opener = _Opener(options, shuffle, _index_of(quarantine), in_memory)
     train_store = opener.open_train(train)
     val_store = None if val is None else opener.open(val)
+    if val is None and "val" in take:
+        val_store = train_store  # a part of it
     stores = _stores_by_split(train_store, val_store, plan, bool(target_column))
     transforms, endings = _transforms_of(
         stores, transform, train_transform, val_transform
     )
-    selections, val_selection = select(train_store, val_store, exclude, filter)
+    selections, val_selection = select(train_store, val_store, exclude, filter, take)
     laid_out = make_plan(
         plan, train_store, val_store, selections=selections, val_selection=val_selection
     )
+    if take and val_selection:
+        laid_out = laid_out.bound_to({"val": val_selection.signature()})
     check_sizes(transform, transforms, stores, plan)
     sample_columns = _columns_of(
         stores,
@@ -383,6 +389,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         pool=run.pool,
         exclude=store.exclude,
         filter=store.filter,
+        take=store.take,
         quarantine=join_address(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log_format=run.log_format,

@@ -6,10 +6,12 @@ ItemMaker      makes items under their keys, with the interface of `raypipe.tran
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,43 @@ ITEM = "item"
 # a collate function must not draw the numbers of its first item
 _OF_COLLATE = 0x9E3779B97F4A7C15
 
+_NOTHING = contextlib.nullcontext()
+
 Collate = Callable[[list[Any]], Any]
 """Makes a batch, any nest, of B items."""
+
+
+class _Datasets:
+    """Datasets that are pickled together, as bytes, so that a process opens once what they share.
+
+    Args:
+        given: the Datasets; empty = they are in the pickle.
+        pickled: see above; empty = it is made when it is needed.
+    """
+
+    def __init__(self, given: list[Any], pickled: bytes = b"") -> None:
+        self.given = given
+        self._pickled = pickled
+
+    @functools.cached_property
+    def opened(self) -> list[Any]:
+        """The Datasets, as this process has them."""
+        return self.given or cloudpickle.loads(self._pickled)
+
+    def copied(self) -> _Datasets:
+        """Return the same Datasets with other objects, as another process has them."""
+        if not self._pickled:
+            self._pickled = cloudpickle.dumps(self.given)
+        return _Datasets([], self._pickled)
+
+    def __reduce__(self) -> Any:
+        # modules that a script has found by sys.path are there, too, on this machine or a shared disk
+        return _elsewhere, (sys.path, self.copied()._pickled)
+
+
+def _elsewhere(paths: list[str], pickled: bytes) -> _Datasets:
+    sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
+    return _Datasets([], pickled)
 
 
 class DatasetItems:
@@ -61,31 +98,37 @@ class DatasetItems:
         collate: Collate | None = None,
         prepare: Callable[[int], Any] | None = None,
     ) -> None:
-        self._given = dataset
-        self._content = b""
-        self._code = collate, prepare
-        if isinstance(dataset, str):
-            self.name = dataset
-        else:
-            self.name = type(dataset).__qualname__
+        self._datasets = _Datasets([dataset])
+        self._number = 0
+        self._collate = collate
+        self._prepare = prepare
+        self.name = dataset if isinstance(dataset, str) else type(dataset).__qualname__
+
+    def share_with(self, other: DatasetItems) -> None:
+        """Let both Datasets be pickled together, unless they come from a pickle themselves."""
+        first = self._datasets.given
+        second = other._datasets.given
+        if first is second or not (first and second):
+            return
+        self._datasets = _Datasets([*first, *second])
+        other._datasets = self._datasets
+        other._number += len(first)
 
     @functools.cached_property
     def dataset(self) -> Any:
         """The Dataset, as this process has opened it."""
-        _, prepare = self._code
-        given = self._given
-        if isinstance(given, str):
-            given = import_name(given, "the Dataset", trusted=True)()
-        elif isinstance(given, bytes):
-            given = cloudpickle.loads(given)
-        if prepare is not None and given is not self._given:
-            _prepare(prepare, given)
-        return given
+        dataset = self._datasets.opened[self._number]
+        is_users = bool(self._datasets.given)
+        if isinstance(dataset, str):
+            dataset = import_name(dataset, "the Dataset", trusted=True)()
+            is_users = False
+        if self._prepare is not None and not is_users:
+            _prepare(self._prepare, dataset)
+        return dataset
 
     @functools.cached_property
     def facts(self) -> dict[str, Part]:
         """The parts of the Dataset and its code that decide the items, see `facts_of_dataset`."""
-        collate, _ = self._code
         facts = facts_of_dataset(self.dataset)
         for name, part in facts.items():
             if part.num_bytes >= LARGE_BYTES:
@@ -96,50 +139,30 @@ class DatasetItems:
                     name,
                     part.num_bytes / 1e9,
                 )
-        if collate is not None:
-            facts["collate_fn"] = part_of("collate_fn", collate)
+        if self._collate is not None:
+            facts["collate_fn"] = part_of("collate_fn", self._collate)
         return facts
 
     @property
     def collate(self) -> Collate:
         """The collate function."""
-        collate, _ = self._code
-        if collate is not None:
-            return collate
+        if self._collate is not None:
+            return self._collate
         from torch.utils.data import default_collate  # this imports torch
 
         return default_collate
 
-    def __reduce__(self) -> Any:
-        collate, prepare = self._code
-        # modules that a script has found by sys.path are there, too, on this machine or a shared disk
-        return _unpickled_elsewhere, (
-            sys.path,
-            self._given_or_bytes(),
-            self.name,
-            cloudpickle.dumps((collate, prepare)),
-        )
-
-    def _given_or_bytes(self) -> Any:
-        """The Dataset's pickle, which is made once; or its name."""
-        if isinstance(self._given, str | bytes):
-            return self._given
-        if not self._content:
-            self._content = cloudpickle.dumps(self._given)
-        return self._content
+    def __getstate__(self) -> dict[str, Any]:
+        opened = ("dataset", "facts")
+        return {name: value for name, value in vars(self).items() if name not in opened}
 
     def __deepcopy__(self, memo: Any) -> DatasetItems:
         """A copy with other objects, as another process has them."""
-        collate, prepare = self._code
-        collate = copied(collate)
-        return _unpickled(self._given_or_bytes(), self.name, collate, prepare)
-
-
-def _unpickled_elsewhere(
-    paths: list[str], dataset: Any, name: str, code: bytes
-) -> DatasetItems:
-    sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-    return _unpickled(dataset, name, *cloudpickle.loads(code))
+        copy = DatasetItems("")
+        copy.__dict__ |= self.__getstate__()
+        copy._datasets = self._datasets.copied()
+        copy._collate = copied(self._collate)
+        return copy
 
 
 def _prepare(prepare: Callable[[int], Any], dataset: Any) -> None:
@@ -149,14 +172,6 @@ def _prepare(prepare: Callable[[int], Any], dataset: Any) -> None:
         id=0, num_workers=1, seed=0, dataset=dataset
     )
     prepare(0)
-
-
-def _unpickled(
-    dataset: Any, name: str, collate: Collate | None, prepare: Any
-) -> DatasetItems:
-    items = DatasetItems(dataset, collate, prepare)
-    items.name = name
-    return items
 
 
 class ItemMaker:
@@ -218,11 +233,15 @@ class ItemMaker:
         return {LABEL: 0, ITEM: item}
 
     def _item(self, index: int, key: Key) -> Any:
-        k0, k1 = map(int, key)
-        keyed = self._reached.keyed((k0, k1))  # this opens the Dataset
-        seed_process(k0, k1)
-        with keyed:
-            return self._items.dataset[index]
+        dataset = self._items.dataset
+        with self._seeded((int(key[0]), int(key[1]))):
+            return dataset[index]
+
+    def _seeded(self, key: Key) -> AbstractContextManager[None]:
+        """Seed the generators of the process, and those that the Dataset holds."""
+        keyed = self._reached.keyed(key) if self._reached else _NOTHING
+        seed_process(*key)
+        return keyed
 
     def finish(
         self, out: Rows, rows: slice, key: Callable[[], Key]
@@ -244,9 +263,8 @@ class ItemMaker:
         return fields | pack(nest, cloudpickle.dumps)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
-        seed_process(*key)
         try:
-            with self._reached.keyed(key):
+            with self._seeded(key):
                 return self._collate(items)
         except NOT_OF_A_SAMPLE:
             raise

@@ -73,6 +73,7 @@ def open_items(
     items: dict[Split, DatasetItems] = {"train": items_of(train, "train", collate_fn)}
     if val is not None and plan.val_interval:
         items["val"] = items_of(val, "val", collate_fn)
+        items["train"].share_with(items["val"])
     _check_transform(transform)
     stores = {split: _store_of(of_split) for split, of_split in items.items()}
     return {

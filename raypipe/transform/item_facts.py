@@ -134,7 +134,7 @@ def _hash_of(value: Any) -> str:
 
 
 def _facts_of_function(function: types.FunctionType) -> Iterator[Any]:
-    """The name of a library's function; of the user's also its code, its defaults and its closure."""
+    """The name of a function, and for the code of a user its code, its defaults and its closure."""
     yield function.__qualname__
     code = function.__code__
     if not is_own_code(code.co_filename):
@@ -161,7 +161,7 @@ def _facts_of_code(code: types.CodeType) -> Iterator[Any]:
 
 
 def _facts_of_class(kind: type) -> Iterator[Any]:
-    """The name of a library's class; of the user's also its methods and its values, and those of its bases."""
+    """The name of a class, and for the code of a user its methods, its values and its bases."""
     yield kind.__qualname__
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     if kind.__module__ != "__main__" and not is_own_code(file):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,20 @@ def test_a_copy_of_a_dataset_is_prepared_and_known_as_a_workers(
     copies = [copy.deepcopy(items) for _ in range(2)]
     opened = [(0, each.dataset) for each in copies for _ in range(2)]
     assert prepared == opened[::2]
+
+
+def test_two_parts_of_one_dataset_share_it_wherever_they_are_opened() -> None:
+    base = Told()
+    parts = Subset(base, range(30)), Subset(base, [35, 36])
+    splits = tuple(map(DatasetItems, parts))
+    stream(*splits)
+    stream(*splits)  # they may be given again
+    train, val = pickle.loads(pickle.dumps(splits))
+    assert train.dataset.dataset is val.dataset.dataset is not base
+    assert len(train.dataset) == 30 and list(val.dataset.indices) == [35, 36]
+    stream(train, val)
+    twin = copy.deepcopy(train)
+    assert twin.dataset.dataset is not train.dataset.dataset
 
 
 def test_a_batch_of_a_dataset_says_where_its_items_are() -> None:

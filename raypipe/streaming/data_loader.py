@@ -13,7 +13,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from raypipe.plan.places import Cursor
 from raypipe.progress import print_progress
 from raypipe.rayext.agreement import from_rank_zero, in_train_function
 from raypipe.section import check
-from raypipe.streaming.items import DatasetItems
+from raypipe.streaming.items import Collate, DatasetItems
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.recognized import recognized
@@ -95,11 +94,11 @@ class DataLoader:
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
@@ -130,7 +129,6 @@ class DataLoader:
             self.sampler = in_turn(dataset)
         self.batch_sampler = None
         self.collate_fn = collate_fn or data.default_collate
-        self.pin_memory = pin_memory
         self.worker_init_fn = worker_init_fn
         self.generator = generator
         self.prefetch_factor = _checked(
@@ -150,7 +148,7 @@ class DataLoader:
         self._start: Cursor | None = None
         self.spec = self._opened(collate_fn)
 
-    def _opened(self, collate_fn: Callable[[list[Any]], Any] | None) -> StreamSpec:
+    def _opened(self, collate_fn: Collate | None) -> StreamSpec:
         """Open the stream; a recognized dataset as a store and a transform."""
         plan = PlanConfig(
             epochs=_EPOCHS,
@@ -289,14 +287,11 @@ def _check_dataset(dataset: Any) -> None:
             "Dataset with __getitem__ and __len__"
         )
     kind = type(dataset)
-    if issubclass(kind, str | Path) or not hasattr(kind, "__getitem__"):
+    is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    if issubclass(kind, str) or not is_indexed:
         raise ConfigError(
-            f"raypipe.DataLoader takes a Dataset, not a {kind.__name__}: raypipe.open_stream opens an address or "
-            "a store"
-        )
-    if not hasattr(kind, "__len__"):
-        raise ConfigError(
-            f"{kind.__name__} has no __len__, and the order of an epoch needs the number of its items: define it"
+            f"raypipe.DataLoader takes a Dataset with __getitem__ and __len__, not a {kind.__name__}; "
+            "raypipe.open_stream opens addresses and stores"
         )
 
 
@@ -335,24 +330,16 @@ def _order_of(sampler: Any, num_items: int, world_size: int) -> dict[str, Any]:
         return {"sampler": sampler}
     is_shared = kind is data.DistributedSampler
     num_ranks = getattr(sampler, "num_replicas", 1)
-    is_of_run = is_shared and num_ranks == world_size
-    if (
-        hasattr(sampler, "num_replicas")
-        and num_ranks + world_size > 2
-        and not is_of_run
-    ):
+    if num_ranks != (world_size if is_shared else 1):
         raise ConfigError(
             f"the {kind.__name__} has the order of one of {num_ranks} ranks, and raypipe.DataLoader shares one "
             f"order among all {world_size}: give a sampler of all items, or leave it out"
         )
-    if is_shared:
-        return {"shuffle": "global" if sampler.shuffle else "off"}
-    is_whole = getattr(sampler, "data_source", None) is not None
-    is_whole = is_whole and len(sampler) == len(sampler.data_source) == num_items
-    if kind is data.SequentialSampler and is_whole:
-        return {"shuffle": "off"}
-    if kind is data.RandomSampler and is_whole and not sampler.replacement:
-        return {"shuffle": "global"}
+    shuffles = {data.SequentialSampler: False, data.RandomSampler: True}
+    is_whole = kind in shuffles and len(sampler) == num_items
+    if is_shared or (is_whole and not getattr(sampler, "replacement", False)):
+        is_shuffled = sampler.shuffle if is_shared else shuffles[kind]
+        return {"shuffle": "global" if is_shuffled else "off"}
     # a new class, since a fingerprint holds no object, but its draws
     return {"sampler": type(kind.__name__, (ListedOrder,), {"given": sampler})}
 

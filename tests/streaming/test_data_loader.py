@@ -88,8 +88,8 @@ def test_arguments_have_the_names_order_and_defaults_of_torchs() -> None:
         (Numbers(), {"num_workers": -1}, "num_workers must be a whole number"),
         (Numbers(), {"sampler": [0], "shuffle": True}, "leave one out"),
         (Stream(), {}, "Stream is an IterableDataset.*raypipe.convert"),
-        ("train.lmdb", {}, "a Dataset, not a str: raypipe.open_stream opens"),
-        (Endless(), {}, "Endless has no __len__"),
+        ("train.lmdb", {}, "not a str; raypipe.open_stream opens"),
+        (Endless(), {}, "with __getitem__ and __len__, not a Endless"),
     ],
 )
 def test_what_cannot_be_met_is_one_error_with_a_remedy(

@@ -132,6 +132,11 @@ class StoreConfig(Section, prefix="store."):
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
             which it is true, of all stores of a mixture; or `{train: EXPRESSION, val: EXPRESSION}`, with a
             mixture's names in the place of `train`; empty = all.
+        take: share of the training store, or of each store of a mixture: "80%" or "10000", chosen by hashes of
+            indices; "first 10000" or "last 5000" as stored; "10% by class", of each class alike; "10% seed 1" for
+            another choice. `{val: "10%"}` without store.val holds out a part for validation, and the run trains on
+            the rest; `{train: "80%", val: "10%"}`, with a mixture's names in the place of `train`, sets both.
+            `exclude` and `filter` come after it; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
         in_memory: copy the store, still encoded, into memory that all processes of a node share, before the first
@@ -146,6 +151,7 @@ class StoreConfig(Section, prefix="store."):
     trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
+    take: str | dict[str, str] = ""
     columns: ColumnsSetting = field(default_factory=list)
     in_memory: bool = False
 
@@ -189,6 +195,9 @@ class PlanConfig(Section, prefix="plan."):
         sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
             Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
+        drop_last: leave out the last samples of an epoch, fewer than a global batch. Otherwise its last step has
+            them, in equal numbers for each micro-batch, for which at most M - 1 samples come twice; all other rows
+            have weight 0. Needs a single store, without buckets and aug_repeats.
         skip: training steps to leave out, such as ["48200..48260", 51007], both ends included, as metrics.jsonl
             counts them. No batch comes for them; all other steps keep their numbers, samples, seeds and learning
             rates. A resumed run may add steps after its checkpoint; those before it must stay.
@@ -211,6 +220,7 @@ class PlanConfig(Section, prefix="plan."):
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
     sampler: str | dict[str, Any] | type = ""
+    drop_last: bool = True
     skip: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -240,6 +250,12 @@ class PlanConfig(Section, prefix="plan."):
             )
         starts = list(self.mixture_by_epoch)
         self._require(starts[:1] in ([], [0]), "mixture", "weights from epoch 0 on")
+        is_whole = bool(self.buckets) or self.aug_repeats > 1
+        self._require(
+            self.drop_last or not is_whole,
+            "drop_last",
+            "true with plan.buckets or plan.aug_repeats",
+        )
 
     def _check_sampler(self) -> None:
         if not self.sampler:

@@ -139,6 +139,56 @@ def test_lists_of_files(tmp_path: Path, bucket: str, capsys: Capture) -> None:
     ]
 
 
+class Digits(torch.utils.data.Dataset):
+    """A Dataset of a user's own."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(4) + index, index
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_any_dataset() -> None:
+    def loader(num_workers: int = 0, batch_size: int = 8) -> raypipe.DataLoader:
+        torch.manual_seed(7)
+        workers = {"num_workers": num_workers}
+        return raypipe.DataLoader(Digits(), batch_size, shuffle=True, **workers)
+
+    def taken(epochs: int, loader: raypipe.DataLoader) -> torch.Tensor:
+        batches = [batch for _ in range(epochs) for batch in loader]
+        assert all(torch.equal(items.long()[:, 0], index) for items, index in batches)
+        return torch.cat([items for items, _ in batches])
+
+    here = taken(2, loader())
+    assert sorted(here[:NUM].long()[:, 0].tolist()) == list(range(NUM))
+    assert torch.equal(taken(2, loader(num_workers=2)), here)
+    stopped = loader()
+    for number, _ in enumerate(stopped):
+        if number == 2:
+            state = stopped.state_dict()
+    resumed = loader(batch_size=12)
+    resumed.load_state_dict(state)
+    assert torch.equal(taken(2, resumed), here[24:])
+    spec = raypipe.open_stream(Digits(), plan=PLAN, pool=INLINE)
+    rows = [batch.collated[1] for batch in batches_of(spec)]
+    assert len(torch.cat(rows).unique()) == NUM
+
+
+def test_splits(store: Path, capsys: Capture) -> None:
+    """A part of each class is held out for validation, or a share is trained on, without files of one's own."""
+    spec = spec_of(store, take={"val": "25% by class"})
+    for epoch in raypipe.loader(spec).epochs():
+        trained = {index for batch in epoch.train for index in batch.index.tolist()}
+        held_out = {index for batch in epoch.val for index in batch.index.tolist()}
+        assert len(trained) == 32 and len(held_out - {-1}) == 12
+        assert not trained & held_out
+    assert spec_of(store, take="first 16").plan.num_train == 16
+    options = ("--store.take", "{val: 25%}", "--plan.micro_batch_size=8")
+    assert run_command(capsys, "digest", store, "--pool.engine=inline", *options)
+
+
 def test_ray_data(tmp_path: Path) -> None:
     made = tmp_path / "dataset.lmdb"
     raypipe.convert(ray.data.from_items(samples(NUM)), made)

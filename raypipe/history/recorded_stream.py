@@ -169,6 +169,7 @@ class RecordedStream:
             "plan.sampler": bool(config.sampler),
             "store.filter": arguments.get("filter") != "",
             "store.exclude": arguments.get("exclude") != "",
+            "store.take": arguments.get("take", "") != "",
             "plan.shuffle": has_windows and any(part.in_groups for part in parts),
         }
         for setting, is_needed in needed.items():

@@ -15,6 +15,7 @@ from raypipe.plan.custom import CustomSampler, Population
 from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import JoinedSelection, Selection
+from raypipe.plan.takes import BY_CLASS, taken
 from raypipe.storage.files import read_whole
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store, is_class
@@ -241,33 +242,87 @@ def check_weights(
 
 
 def select(
-    train: Store, val: Store | None, exclude: PerSource, filter: PerSource
+    train: Store,
+    val: Store | None,
+    exclude: PerSource,
+    filter: PerSource,
+    take: PerSource = "",
 ) -> tuple[list[Selection], Selection | None]:
-    """Select the samples of a run's stores, without those of a list and those for which a filter is false.
+    """Select the samples of a run's stores: shares, without those of a list and those for which a filter is false.
 
     Args:
-        val: None = the run does not validate.
+        val: None = the run does not validate; `train` = a part of it is held out, with the same list and filter.
 
     Returns:
         A selection for each part of the training store, and one for the validation store.
 
     Raises:
-        ConfigError: a list or a filter is wrong, or nothing is left.
+        ConfigError: a share, a list or a filter is wrong, or nothing is left.
     """
     is_mixture = isinstance(train, JoinedStore)
     if isinstance(train, JoinedStore):
         parts = train.parts
     else:
         parts = {"train": train}
-    lists = _by_name("store.exclude", exclude, parts, val, for_all=not is_mixture)
-    filters = _by_name("store.filter", filter, parts, val, for_all=True)
+    names = list(parts)
+    takes = _by_name("store.take", take, parts, val, names)
+    shares = _shares(train, parts, val, takes) if any(takes.values()) else {}
+    if val is train:
+        names.append("val")
+    lists = _by_name("store.exclude", exclude, parts, val, [] if is_mixture else names)
+    filters = _by_name("store.filter", filter, parts, val, names)
 
     def selected(name: str, store: Store) -> Selection:
-        return _selected(store, lists.get(name, ""), str(filters.get(name, "")))
+        return _selected(
+            store, lists.get(name, ""), str(filters.get(name, "")), shares.get(name)
+        )
 
     return [selected(name, store) for name, store in parts.items()], selected(
         "val", val
     ) if val else None
+
+
+def _shares(
+    train: Store,
+    parts: Mapping[str, Store],
+    val: Store | None,
+    takes: Mapping[str, str | Path],
+) -> dict[str, np.ndarray]:
+    """Return the samples of each part of the training store, by its name, and of `val`, bool (N,) each.
+
+    Training and validation never share any of one store: if only one takes a share, the other has the rest.
+    """
+    words = takes.get("val")
+    shares = {name: _share(store, takes.get(name)) for name, store in parts.items()}
+    if val is None:
+        return shares
+    if val.fingerprint != train.fingerprint:
+        return shares | {"val": _share(val, words, is_val=True)}
+    of_val = []
+    for name, store in parts.items():
+        kept = _share(store, words, is_val=True)
+        both = shares[name] & kept
+        if takes.get(name) and words and both.any():
+            raise ConfigError(
+                f"store.take: {takes[name]!r} for training and {words!r} for validation overlap in "
+                f"{store.address}: take less, or cut both in the same order"
+            )
+        rest = shares[name] if words else kept
+        rest &= ~both
+        of_val.append(kept)
+    return shares | {"val": np.concatenate(of_val)}
+
+
+def _share(
+    store: Store, words: str | Path | None, *, is_val: bool = False
+) -> np.ndarray:
+    """Return which samples of a store a share has, bool (N,); no words = all."""
+    if not words:
+        return np.ones(len(store), bool)
+    classes = None
+    if BY_CLASS in str(words):
+        classes = numbers_of(store, "label", "store.take")
+    return taken(str(words), len(store), classes, is_val)
 
 
 def _by_name(
@@ -275,16 +330,16 @@ def _by_name(
     value: PerSource,
     parts: Mapping[str, Store],
     val: Store | None,
-    for_all: bool,
+    unnamed: Sequence[str],
 ) -> Mapping[str, str | Path]:
-    """Return each store's own value of a setting; `for_all`: one value may be for all training stores."""
+    """Return each store's own value of a setting; a value without names is for the stores `unnamed`."""
     names = [*parts, "val"]
     if not isinstance(value, Mapping):
-        if value and not for_all:
+        if value and not unnamed:
             raise ConfigError(
                 f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(value)!r}"
             )
-        return dict.fromkeys(parts, value)
+        return dict.fromkeys(unnamed, value)
     if set(value) - set(names):
         raise ConfigError(
             f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {value!r}"
@@ -296,16 +351,22 @@ def _by_name(
     return value
 
 
-def _selected(store: Store, exclude: str | Path, filter: str) -> Selection:
+def _selected(
+    store: Store, exclude: str | Path, filter: str, keep: np.ndarray | None
+) -> Selection:
+    """Return the samples to draw from; `keep`, bool (N,), has those of the store's share."""
     left_out = read_bad_list(exclude, store, "store.exclude")
-    if not filter:
+    if not filter and keep is None:
         return Selection(left_out, len(store))
-    from raypipe.stores.filter import matching  # this imports pyarrow.compute
+    if keep is None:
+        keep = np.ones(len(store), bool)
+    if filter:
+        from raypipe.stores.filter import matching  # this imports pyarrow.compute
 
-    keep = matching(store, filter, "store.filter")
+        keep = keep & matching(store, filter, "store.filter")
     keep[left_out] = False
     if not keep.any():
         raise ConfigError(
-            f"store.exclude and store.filter exclude all of {store.address}: fix one of them"
+            f"store.take, store.exclude and store.filter leave nothing of {store.address}: fix one of them"
         )
     return Selection.where(keep)

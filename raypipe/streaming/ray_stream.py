@@ -134,6 +134,7 @@ class RayStreams:
                 self._world_size,
                 threads_of_rank(self._in_train),
                 self._marks,
+                self._apart,
             )
         stream = PooledStream(
             self._spec,

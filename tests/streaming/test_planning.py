@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_streams import NUM, CountingStore, labels, spec_of
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
@@ -125,3 +126,70 @@ def test_a_sample_that_is_left_out_needs_no_weight() -> None:
         2,
         3,
     ]
+
+
+# Shares of stores
+
+
+def kept(stores: Any, val: Any = None, **options: Any) -> tuple[set[int], set[int]]:
+    """The indices that a stream trains on, and those that it validates on."""
+    kept = spec_of(
+        stores, val, train_transform=None, val_transform=None, **options
+    ).plan.kept
+    train, val = (set(of.indices(np.arange(of.size)).tolist()) for of in kept.values())
+    return train, val
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_one_store_for_both_is_cut_without_overlap(is_named: bool) -> None:
+    store = CountingStore()
+    val = CountingStore() if is_named else None
+    train, held_out = kept(store, val, take={"val": "25%"})
+    assert train == set(range(NUM)) - held_out and len(held_out) == NUM // 4
+    less, same = kept(store, val, take={"train": "50%", "val": "25%"})
+    assert same == held_out and less < train and len(less) == NUM // 2
+    half, others = kept(store, val, take="50%")
+    assert half == less and others == (set(range(NUM)) - half if is_named else set())
+
+
+def test_a_mixture_holds_out_a_part_of_each_store() -> None:
+    stores = {"one": CountingStore(), "two": CountingStore()}
+    train, val = kept(stores, take={"two": "first 24", "val": "last 12"})
+    assert val == {*range(NUM - 12, NUM), *range(2 * NUM - 12, 2 * NUM)}
+    assert train == {*range(NUM - 12), *range(NUM, NUM + 24)}
+
+
+def test_lists_and_filters_do_not_move_the_cut() -> None:
+    train, val = kept(CountingStore(), take={"val": "25%"})
+    threes = {index for index, label in enumerate(labels()) if label == 3}
+    filtered = kept(CountingStore(), take={"val": "25%"}, filter="label != 3")
+    assert filtered == (train - threes, val - threes)
+
+
+def test_a_plan_is_of_its_shares() -> None:
+    takes = ["", "50%", "50% seed 1", "first 24", {"val": "25%"}, {"val": "50%"}]
+    takes += [{"train": "50%", "val": "25%"}, {"train": "50%", "val": "40%"}]
+    plans = [spec_of(CountingStore(), take=take).plan for take in takes]
+    assert len({plan.fingerprint for plan in plans}) == len(takes)
+
+
+@pytest.mark.parametrize(
+    ("take", "message"),
+    [
+        (
+            {"train": "80%", "val": "30%"},
+            r"'80%' for training and '30%' for validation overlap",
+        ),
+        (
+            {"train": "first 40", "val": "first 9"},
+            r"'first 9' for validation overlap in",
+        ),
+        ({"val": "100%"}, r"store\.take, .* leave nothing of memory"),
+        ({"big": "10%"}, r"store\.take must be .* by train, val, got"),
+        ("some", r"store\.take must be words such as"),
+        ({"val": "1%"}, r"store\.take '1%' has 0 samples, and the store 48"),
+    ],
+)
+def test_shares_that_cannot_be_name_the_setting(take: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(CountingStore(), take=take)

@@ -51,6 +51,7 @@ _USUAL = {
 _CLASSES = "classes.txt"
 _IN_BRACES = re.compile(r"\{(.+?)\}")
 _GROUP = re.compile(r"\(\?P<(\w+)>")
+_Classes = tuple[str, ...] | None
 _NUM_PROBED = 1000  # rows of JSON that show the columns
 _MAX_LOOKED_AT = 1 << 16  # files that are looked at within a second
 
@@ -113,26 +114,13 @@ class ListedFiles(TableColumns):
         self._paths = pc.binary_join_element_wise(*parts, "").fill_null("")
         columns = dict(zip(names, rows.columns, strict=True))
         columns["image"] = self._paths.cast(pa.binary())
-        classes = class_names(rows.schema, label)
-        if group := _GROUP.search(label):
-            texts = _texts(columns.get(group[1], self._paths))
-            columns["label"] = pc.struct_field(pc.extract_regex(texts, label), 0)
-        elif label:
-            check_columns([label], names, address)
-            columns["label"] = columns[label]
-        if label and is_text(columns["label"].type):
-            listed = read_whole(_address_of(_CLASSES, address)) or b""
-            columns["label"], classes = _numbered(address, columns["label"], listed)
+        classes = None
+        if label:
+            columns["label"], classes = _labels(address, rows, self._paths, label)
         self._rows = pa.table(columns)
         super().__init__([(address, self._rows.schema)], "image", label and "label")
         self.classes = classes
         self.identity = hash_of_facts((facts, image_column, label, classes))
-        if label and columns["label"].null_count:
-            path = self._paths.filter(columns["label"].is_null())[0]
-            raise StoreError(
-                f"{address}: {path} has no label: give it one, change store.target_column if this is a pattern, "
-                "or set it to '' for no labels"
-            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -210,14 +198,30 @@ def _texts(column: ChunkedArray) -> ChunkedArray:
     return column.cast(pa.string())
 
 
-def _numbered(
-    where: str, labels: ChunkedArray, listed: bytes
-) -> tuple[ChunkedArray, tuple[str, ...] | None]:
-    """Return labels as numbers, with the class names if they are names.
+def _labels(
+    address: str, rows: Table, paths: ChunkedArray, label: str
+) -> tuple[ChunkedArray, _Classes]:
+    """Return the labels in a column, or those that a pattern finds, and their class names."""
+    if group := _GROUP.search(label):
+        texts = _texts(rows[group[1]]) if group[1] in rows.column_names else paths
+        labels = pc.struct_field(pc.extract_regex(texts, label), 0)
+    else:
+        check_columns([label], rows.column_names, address)
+        labels = rows[label]
+    classes: _Classes = class_names(rows.schema, label)
+    if is_text(labels.type):
+        labels, classes = _numbered(address, labels)
+    if labels.null_count:
+        path = paths.filter(labels.is_null())[0]
+        raise StoreError(
+            f"{address}: {path} has no label: give it one, change store.target_column if this is a pattern, or "
+            "set it to '' for no labels"
+        )
+    return labels, classes
 
-    Args:
-        listed: lines of class names, in their order; empty = they are sorted.
-    """
+
+def _numbered(address: str, labels: ChunkedArray) -> tuple[ChunkedArray, _Classes]:
+    """Return labels as numbers, with the class names if they are names."""
     labels = pc.utf8_trim_whitespace(_texts(labels))
     distinct = pc.unique(labels).drop_null()
     for kind in (pa.int64(), pa.float64()):
@@ -225,11 +229,12 @@ def _numbered(
             distinct.cast(kind)  # slow where it fails
             return labels.cast(kind), None
     names = sorted(distinct.to_pylist())
+    listed = read_whole(_address_of(_CLASSES, address)) or b""
     classes = listed.decode().splitlines() or names
     are_wrong = str.isdecimal if not listed else lambda name: name not in classes
     for name in filter(are_wrong, names):
         raise StoreError(
-            f"{where}: the label {name!r:.100} is not among the names of classes: write numbers or names in all "
+            f"{address}: the label {name!r:.100} is not among the names of classes: write numbers or names in all "
             f"rows, or list all names in order in {_CLASSES} next to the table"
         )
     numbers = pc.index_in(labels, pa.array(classes)).cast(pa.int64())

@@ -120,6 +120,25 @@ def test_other_stores(tmp_path: Path, capsys: Capture) -> None:
     assert_trains_on(tmp_path / "iterable.lmdb")
 
 
+def test_lists_of_files(tmp_path: Path, bucket: str, capsys: Capture) -> None:
+    """A table names files on disk, in a bucket, or both; one that is not there is counted, and named."""
+    for kind in ("csv", "tsv", "jsonl", "paths"):
+        assert_trains_on(store_of(kind, tmp_path))
+    table = tmp_path / "train.csv"
+    for path in (table, *tmp_path.glob("photos/*.jpg")):
+        put(path, f"{bucket}/{path.relative_to(tmp_path)}")
+    assert_trains_on(f"{bucket}/train.csv")
+    assert_equal(batches_of(spec_of(table)), batches_of(spec_of(f"{bucket}/train.csv")))
+    assert run_command(capsys, "convert", table, tmp_path / "t.lmdb")["samples"] == NUM
+    (tmp_path / "photos" / "7.jpg").unlink()
+    assert sum(batch.num_bad for batch in batches_of(spec_of(table))) == 2
+    found = tmp_path / "bad.json"
+    run_command(capsys, "verify", table, "-o", found)
+    assert [bad["name"] for bad in json.loads(found.read_text())["bad"]] == [
+        f"{tmp_path}/photos/7.jpg"
+    ]
+
+
 class Digits(torch.utils.data.Dataset):
     """A Dataset of a user's own."""
 

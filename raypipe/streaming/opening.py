@@ -241,7 +241,8 @@ def _check_classes(train: Store, val: Store) -> None:
         raise ConfigError(
             f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
             "names or in another order, so their labels mean different things: convert both with the same classes "
-            "(raypipe convert --classes A,B), or give a folder an empty folder for each class that it lacks"
+            "(raypipe convert --classes A,B), give a folder an empty folder for each class that it lacks, or list "
+            "all names in order in classes.txt next to a table"
         )
 
 

@@ -299,6 +299,55 @@ def torch_dataloader(work: Work) -> Start:
     return start
 
 
+class _Items:
+    """A Dataset as articles write it, over the same file: an item is decoded and transformed in __getitem__."""
+
+    def __init__(self, work: Work) -> None:
+        from raypipe.stores import open_store
+
+        self._store = open_store(work.folder / "train.lmdb")
+        self._apply = DecodeTransform(work)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        import torch
+
+        row = self._store.read(np.array([index]))
+        pixels = self._apply(row["image"][0])
+        return torch.from_numpy(pixels), int(row["label"][0])
+
+
+def torch_items(work: Work) -> Start:
+    from torch.utils.data import DataLoader
+
+    def start() -> Epochs:
+        options = _loader_options(work) | {"collate_fn": None}
+        dataset: Any = _Items(work)
+        yield from _repeated(DataLoader(dataset, shuffle=True, **options), work)
+
+    return start
+
+
+def raypipe_items(work: Work) -> Start:
+    """With the Dataset, its collate function and the workers of the torch DataLoader."""
+    import raypipe
+    from raypipe.streaming import open_items, ray_stream  # noqa: F401
+
+    def start() -> Epochs:
+        loader = raypipe.DataLoader(
+            _Items(work),
+            batch_size=work.batch,
+            shuffle=True,
+            num_workers=work.workers,
+            drop_last=True,
+        )
+        yield from _repeated(loader, work)
+
+    return start
+
+
 def webdataset(work: Work) -> Start:
     import webdataset as wds
 
@@ -579,7 +628,9 @@ LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe": raypipe_exact,
     "raypipe, seekable": raypipe_seekable,
     "raypipe, log_digest": raypipe_logged,
+    "raypipe, any Dataset": raypipe_items,
     "torch DataLoader": torch_dataloader,
+    "torch DataLoader, the same Dataset": torch_items,
     "WebDataset": webdataset,
     "MosaicML Streaming": mosaic_streaming,
     "LitData": litdata,

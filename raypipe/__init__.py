@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raypipe.rayext.cluster import connect as connect
     from raypipe.storage.lease import lease as lease
     from raypipe.stores import open_store as open_store
+    from raypipe.streaming.data_loader import DataLoader as DataLoader
     from raypipe.streaming.dataset import dataset as dataset
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
@@ -51,6 +52,7 @@ _NAMES = {
     "rayext.cluster": ["connect"],
     "storage.lease": ["lease"],
     "stores": ["open_store"],
+    "streaming.data_loader": ["DataLoader"],
     "streaming.dataset": ["dataset"],
     "streaming.handover": ["check_resources", "loader"],
     "streaming.lmdb_dataset": ["LMDBDatasource", "read_lmdb"],

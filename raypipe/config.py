@@ -193,6 +193,9 @@ class PlanConfig(Section, prefix="plan."):
         sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
             Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
+        drop_last: leave out the last samples of an epoch, fewer than a global batch. Otherwise its last step has
+            them, in equal numbers for each micro-batch, for which at most M - 1 samples come twice; all other rows
+            have weight 0. Needs a single store, without buckets and aug_repeats.
         skip: training steps to leave out, such as ["48200..48260", 51007], both ends included, as metrics.jsonl
             counts them. No batch comes for them; all other steps keep their numbers, samples, seeds and learning
             rates. A resumed run may add steps after its checkpoint; those before it must stay.
@@ -215,6 +218,7 @@ class PlanConfig(Section, prefix="plan."):
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
     sampler: str | dict[str, Any] | type = ""
+    drop_last: bool = True
     skip: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -244,6 +248,12 @@ class PlanConfig(Section, prefix="plan."):
             )
         starts = list(self.mixture_by_epoch)
         self._require(starts[:1] in ([], [0]), "mixture", "weights from epoch 0 on")
+        is_whole = bool(self.buckets) or self.aug_repeats > 1
+        self._require(
+            self.drop_last or not is_whole,
+            "drop_last",
+            "true with plan.buckets or plan.aug_repeats",
+        )
 
     def _check_sampler(self) -> None:
         if not self.sampler:

@@ -58,9 +58,10 @@ _STEPS = {
     "torch.optim": "torch.optim:Optimizer",
     "torchvision.transforms": "builtins:object",
 }
-# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions.
+# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions. The
+# value of `train` may be code, which makes a Dataset.
 _DATA = re.compile(
-    r"store\..*|.*_column|train|val|columns|exclude|filter|take|storage_path|name|resume"
+    r"store\.(?!train|val).*|.*_column|columns|exclude|filter|take|storage_path|name|resume"
 )
 # Imported names have no separators of paths, so that no module is found outside the search path.
 _ADDRESS = re.compile(r"([^\s:./\\]+(?:\.[^\s:./\\]+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")

@@ -26,9 +26,7 @@ _NOT_NEEDED = (
 DID_YOU_MEAN = "; did you mean "
 """Begins the last part of a message, with names that are near; the command line makes a tip of it."""
 
-NAMES = dict.fromkeys(
-    ["DataLoader", "Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER
-)
+NAMES = dict.fromkeys(["Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER)
 """Names that the module raypipe does not have → what to write."""
 
 ATTRIBUTES = {

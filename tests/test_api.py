@@ -127,6 +127,7 @@ def test_the_public_names_are_pinned() -> None:
     assert raypipe.__all__ == [
         "AugmentConfig",
         "Cursor",
+        "DataLoader",
         "LMDBDatasource",
         "Plan",
         "PlanConfig",

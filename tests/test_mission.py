@@ -121,6 +121,43 @@ def test_other_stores(tmp_path: Path, capsys: Capture) -> None:
     assert_trains_on(tmp_path / "iterable.lmdb")
 
 
+class Digits(torch.utils.data.Dataset):
+    """A Dataset of a user's own."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(4) + index, index
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_any_dataset() -> None:
+    def loader(num_workers: int = 0, batch_size: int = 8) -> raypipe.DataLoader:
+        torch.manual_seed(7)
+        workers = {"num_workers": num_workers}
+        return raypipe.DataLoader(Digits(), batch_size, shuffle=True, **workers)
+
+    def taken(epochs: int, loader: raypipe.DataLoader) -> torch.Tensor:
+        batches = [batch for _ in range(epochs) for batch in loader]
+        assert all(torch.equal(items.long()[:, 0], index) for items, index in batches)
+        return torch.cat([items for items, _ in batches])
+
+    here = taken(2, loader())
+    assert sorted(here[:NUM].long()[:, 0].tolist()) == list(range(NUM))
+    assert torch.equal(taken(2, loader(num_workers=2)), here)
+    stopped = loader()
+    for number, _ in enumerate(stopped):
+        if number == 2:
+            state = stopped.state_dict()
+    resumed = loader(batch_size=12)
+    resumed.load_state_dict(state)
+    assert torch.equal(taken(2, resumed), here[24:])
+    spec = raypipe.open_stream(Digits(), plan=PLAN, pool=INLINE)
+    rows = [batch.collated[1] for batch in batches_of(spec)]
+    assert len(torch.cat(rows).unique()) == NUM
+
+
 def test_splits(store: Path, capsys: Capture) -> None:
     """A part of each class is held out for validation, or a share is trained on, without files of one's own."""
     spec = spec_of(store, take={"val": "25% by class"})

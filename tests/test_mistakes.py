@@ -226,7 +226,6 @@ USES = {
     "loader.to('cuda')": "leave it out: the tensors of a batch are on the rank's device",
     "loader.set_epoch(1)": "leave it out: loader.epochs() continues",
     "loader.epoch": "did you mean epochs?",
-    "raypipe.DataLoader": "write raypipe.loader(raypipe.open_stream(…))",
     "raypipe.Loader": "write raypipe.loader(raypipe.open_stream(…))",
     "raypipe.loadr": "did you mean raypipe.loader?",
     "raypipe.planconfig": "did you mean raypipe.PlanConfig?",

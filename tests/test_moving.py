@@ -1,4 +1,4 @@
-"""The ported script of docs/moving.md, run as a user would run it."""
+"""The script of docs/moving.md with raypipe's DataLoader, run as a user would run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from documented import ROOT, blocks
 
-_, PORTED = (
+(PLAIN,) = (
     code for code in blocks("python", ROOT / "docs" / "moving.md") if "sys.argv" in code
 )
 SEED = 0
@@ -57,6 +57,12 @@ def run_here(code: str, *arguments: object) -> None:
 @pytest.mark.cluster
 @pytest.mark.pages
 @pytest.mark.usefixtures("two_cpus")
-def test_the_ported_script_trains(images: list[str], tmp_path: Path) -> None:
-    run_here(PORTED, *images, tmp_path / "runs", 1, 1)
-    assert list((tmp_path / "runs" / "cifar").rglob("cursor.json"))
+def test_the_script_trains_with_one_name_changed(
+    images: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = "from raypipe import DataLoader\nfrom torch.utils.data import Dataset"
+    theirs = "from torch.utils.data import DataLoader, Dataset"
+    assert PLAIN.count(theirs) == 1
+    run_here(PLAIN.replace(theirs, ours), *images, tmp_path / "ours.pt", 2)
+    accuracy = float(capsys.readouterr().out.split()[-1])
+    assert accuracy > 0.3 and (tmp_path / "ours.pt").is_file()

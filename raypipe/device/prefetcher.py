@@ -9,6 +9,7 @@ through the ring.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from raypipe.device.ambient import pinned
 from raypipe.device.decoders import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
+from raypipe.errors import ConfigError
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
@@ -34,6 +36,7 @@ from raypipe.transform.fields import (
     images_in,
     in_group,
 )
+from raypipe.transform.nest import NEST, TENSORS, unpack
 from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
@@ -105,8 +108,22 @@ class Batch(Unlike, instead=_INSTEAD):
         """
         if IMAGE in self.fields:
             return self.fields[IMAGE]
+        if TENSORS in self.fields:
+            raise ConfigError(
+                "a batch of a Dataset has no image: batch.collated is what collate_fn made"
+            )
         first = next(iter(self.views.values()))
         return first if first.ndim == 4 else first[:, 0]
+
+    @functools.cached_property
+    def collated(self) -> Any:
+        """The nest that collate_fn made of a Dataset's items; its tensors are on the device, in their own memory.
+
+        None if no row of the batch counts.
+        """
+        fields = dict(self.fields)
+        fields[TENSORS] = fields[TENSORS].clone()
+        return unpack(fields)
 
     def check_labels(self, num_classes: int) -> None:
         """Check on the host, without a wait, that labels are classes: a wrong one would end a GPU's process.
@@ -155,7 +172,11 @@ class Batch(Unlike, instead=_INSTEAD):
             return None if values is None else values[rows]
 
         names = ("weight", "target_host", "index", "source")
-        fields = {name: chosen(values) for name, values in self.fields.items()}
+        fields = {
+            # a nest has only the rows that count
+            name: values if name.startswith(NEST) else chosen(values)
+            for name, values in self.fields.items()
+        }
         return replace(
             self, fields=fields, **{name: chosen(getattr(self, name)) for name in names}
         )

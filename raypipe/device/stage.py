@@ -91,6 +91,8 @@ class DeviceStage:
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""
+        if not self._batches.has_images:
+            return batch
         split = batch.position.split
         ending = self._batches.endings.get(split)
         makes_floats = batch.image.is_floating_point() and not self._batches.is_array

@@ -27,6 +27,7 @@ from raypipe.history.step_maker import Remade
 from raypipe.kernel import Op
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import name_of
+from raypipe.streaming.items import ItemMaker
 from raypipe.transform.samples import NO_LABEL, read_samples
 from raypipe.transform.views import makes_views
 
@@ -99,7 +100,9 @@ def _add_drawn(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
     maker = remade.maker.maker
     place = draws.place
     sample_maker = maker.sample_makers.get(place, maker.plan.draw(place))
-    if all(transform.program is None for _, transform in sample_maker.transforms):
+    if isinstance(sample_maker, ItemMaker) or all(
+        transform.program is None for _, transform in sample_maker.transforms
+    ):
         return
     sample_maker.weaken(maker.sample_makers.strength(place))
     samples = maker.read_store(place, draws.indices)

@@ -5,6 +5,7 @@ one source      → that sampler, or Bucketed
 several         → Mixture, or a mixture of buckets, see `mix_buckets`
 plan.sampler     → CustomSampler, of all sources, see `raypipe.plan.custom`
 plan.aug_repeats → Repeated
+plan.drop_last=false → WithRest
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from raypipe.plan.order import (
     default_window_groups,
     derive_keys,
 )
-from raypipe.plan.samplers import Permuted, Repeated, RunSampler, Weighted, as_integers
+from raypipe.plan.samplers import (
+    Permuted,
+    Repeated,
+    RunSampler,
+    Weighted,
+    WithRest,
+    as_integers,
+)
 from raypipe.plan.selection import Selection
 from raypipe.section import shown
 
@@ -100,9 +108,8 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
         num_draws = config.epoch_samples
     else:
         num_draws = 0
-    steps = _steps(config, num_draws or one_pass, source.address)
+    steps, per_epoch = _steps(config, num_draws or one_pass, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
-    per_epoch = steps * _draws_per_step(config)
     per_pass = 0 if num_draws else per_epoch
     if config.buckets:
         unit = config.micro_batch_size
@@ -119,7 +126,8 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     content = _content(config, source, () if _is_plain(config) else samplers)
     if not _is_plain(config):
         content.append(per_epoch if num_draws else 0)
-    return Training(_repeated(config, sampler), steps, (samplers,), content)
+    repeated = _repeated(config, sampler, per_epoch)
+    return Training(repeated, steps, (samplers,), content)
 
 
 def _check_single_source(config: PlanConfig, source: StoreArrays) -> None:
@@ -133,7 +141,8 @@ def _check_single_source(config: PlanConfig, source: StoreArrays) -> None:
             "there, as {NAME: ADDRESS, …}"
         )
     num_samples = source.selection.size
-    if num_samples < (config.samples_per_step if _is_plain(config) else 1):
+    is_whole = _is_plain(config) and config.drop_last
+    if num_samples < (config.samples_per_step if is_whole else 1):
         num_left_out = source.selection.num_left_out
         beside = f" beside the {num_left_out} that are left out" if num_left_out else ""
         raise ConfigError(
@@ -162,6 +171,11 @@ def compose_mixture(
     config: PlanConfig, sources: Mapping[str, StoreArrays], offsets: np.ndarray
 ) -> Training:
     """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
+    if not config.drop_last:
+        raise ConfigError(
+            f"plan.drop_last is false, and store.train has {len(sources)} stores, whose shares of a step need "
+            "whole ones: leave it out"
+        )
     samplers = list[tuple[StoreSampler, ...]]()
     content = list[Any]()
     for number, (name, source) in enumerate(sources.items()):
@@ -176,7 +190,7 @@ def compose_mixture(
     by_epoch = _shares(config, list(sources), sizes)
     num_draws = _draws_of_mixture(config, list(sources), sizes)
     addresses = " + ".join(source.address for source in sources.values())
-    steps = _steps(config, num_draws, addresses)
+    steps, per_epoch = _steps(config, num_draws, addresses)
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit = config.micro_batch_size
     per_step = _draws_per_step(config)
@@ -189,7 +203,8 @@ def compose_mixture(
             config.seed,
         )
     content.append([list(shares.items()), steps])
-    return Training(_repeated(config, mixture), steps, tuple(samplers), content)
+    repeated = _repeated(config, mixture, per_epoch)
+    return Training(repeated, steps, tuple(samplers), content)
 
 
 def _draws_of_mixture(
@@ -213,13 +228,13 @@ def compose_custom(
     """
     sampler.check(config.epochs)
     draws = sampler.size * config.aug_repeats
-    if draws < config.samples_per_step:
+    if config.drop_last and draws < config.samples_per_step:
         raise ConfigError(
             f"plan.sampler {sampler.name!r} has {sampler.size} draws in an epoch, and a global batch has "
             f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
         )
-    steps = _steps(config, draws, sampler.name)
-    of_epochs = sampler.of_epochs(steps * _draws_per_step(config))
+    steps, per_epoch = _steps(config, draws, sampler.name)
+    of_epochs = sampler.of_epochs(per_epoch)
     stores = [
         [source.selection.size, source.fingerprint, source.selection.signature()]
         for source in sources
@@ -233,9 +248,9 @@ def compose_custom(
         stores,
         {"sampler": sampler.signature()},
     ]
-    return Training(
-        _repeated(config, of_epochs), steps, ((of_epochs,),) * len(sources), content
-    )
+    samplers = ((of_epochs,),) * len(sources)
+    repeated = _repeated(config, of_epochs, per_epoch)
+    return Training(repeated, steps, samplers, content)
 
 
 def _samplers(
@@ -344,8 +359,8 @@ def _draws_per_step(config: PlanConfig) -> int:
     return config.samples_per_step // config.aug_repeats
 
 
-def _steps(config: PlanConfig, draws: int, address: str) -> int:
-    """Return the number of whole steps in an epoch.
+def _steps(config: PlanConfig, draws: int, address: str) -> tuple[int, int]:
+    """Return the number of steps in an epoch, and of the samples that they draw, before these are repeated.
 
     Raises:
         ConfigError: it has none, or the run has more draws than 64 bits count.
@@ -355,16 +370,22 @@ def _steps(config: PlanConfig, draws: int, address: str) -> int:
             f"an epoch of {shown(draws)} draws from {address}, {config.epochs} times, has more than 2^62: lower "
             "plan.epoch_samples or plan.epochs, or set plan.epoch_samples=shortest"
         )
+    if not config.drop_last:
+        return -(-draws // config.samples_per_step), draws
     if draws < config.samples_per_step:
         raise ConfigError(
             f"an epoch of {draws} draws from {address} is smaller than a global batch of "
             f"{config.samples_per_step}: raise plan.epoch_samples, or lower plan.global_batch_size and "
             "plan.micro_batch_size"
         )
-    return draws // config.samples_per_step
+    steps = draws // config.samples_per_step
+    return steps, steps * _draws_per_step(config)
 
 
-def _repeated(config: PlanConfig, inner: RunSampler) -> RunSampler:
+def _repeated(config: PlanConfig, inner: RunSampler, per_epoch: int) -> RunSampler:
+    """Return a sampler that draws so many in an epoch, before they are repeated."""
+    if not config.drop_last:
+        return WithRest(inner, per_epoch, config.per_step, config.micro_batch_size)
     if config.aug_repeats == 1:
         return inner
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)

@@ -55,6 +55,7 @@ class Domain(IntEnum):
     BUCKET_ORDER = 15, 1  # bucket
     BUCKET_MIXTURE = 16, 1  # bucket
     QUOTAS = 17, 1  # batch
+    TORCH_SAMPLER = 19, 1  # epoch, or the sampler's own seed
     TAKE = 18, 0
     AUGMENT = 0x4155474D454E5453  # draws of a preset on the device: the second word of a Philox key
     MIXING = 0x4D49584D49584D49  # MixUp and CutMix, also a second word

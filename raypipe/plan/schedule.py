@@ -3,7 +3,8 @@
 A run is one schedule of segments, each made of steps of M micro-batches of B samples:
 
     schedule   train 0              | val 0 | train 1 | val 1 | …
-    train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out
+    train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out, or, without
+               plan.drop_last, are one more step, with padding
                without the steps of plan.skip; all others keep their numbers and draws
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
@@ -19,6 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -158,6 +160,9 @@ class Plan:
                     val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))
                 ]
             validation = Sequential(buckets, config.micro_batch_size)
+        content = training.content
+        if not config.drop_last:
+            content = [content, "with rest"]
         plan = Plan(
             config,
             training,
@@ -165,7 +170,7 @@ class Plan:
             training.steps,
             val.selection.size if val and validation else 0,
             validation.size if validation else 0,
-            _digest(training.content),
+            _digest(content),
             {"train": selection, "val": val.selection if val else Selection([], 0)},
             names,
         )
@@ -260,10 +265,7 @@ class Plan:
 
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
-        every = self.config.val_interval
-        return self.val_steps > 0 and (
-            (epoch + 1) % every == 0 or epoch + 1 == self.config.epochs
-        )
+        return self.num_validations(epoch + 1) > self.num_validations(epoch)
 
     def start(self, cursor: Cursor | None = None) -> Cursor:
         """Return where a run starts that continues from a cursor, see `normalized`; None = it has not begun.
@@ -438,8 +440,25 @@ class Plan:
 
     def num_micro_batches(self, start: Cursor | MicroBatchId) -> int:
         """Count the micro-batches from a place on, see `micro_batches`."""
-        steps = sum(segment.num_delivered for segment in self.segments(start))
+        segments = self.segments(start)
+        steps = 0
+        is_regular = not (self.single or self.end_step or self.skipped.count)
+        by_epoch = groupby(segments, lambda segment: segment.epoch)
+        if is_regular and (first := next(by_epoch, None)):
+            # a run may have a million epochs, and those behind the first one are whole
+            epoch, segments = first
+            epochs = self.config.epochs
+            num = self.num_validations(epochs) - self.num_validations(epoch + 1)
+            steps = num * self.val_steps + (epochs - epoch - 1) * self.steps_per_epoch
+        steps += sum(segment.num_delivered for segment in segments)
         return steps * self.config.per_step
+
+    def num_validations(self, epochs: int) -> int:
+        """Count the validations of the first epochs."""
+        if not self.val_steps:
+            return 0
+        num, rest = divmod(epochs, self.config.val_interval)
+        return num + (rest > 0 and epochs == self.config.epochs)
 
     def indices(self, micro_batch: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""

@@ -31,6 +31,10 @@ _NO_FAULTS = (
     "has constructor arguments in the object store",
     "worker processes have been started on node",
     "[Gloo] Rank",
+    # a pool that shrinks; other deaths have other words
+    "The actor is dead because it was killed by `ray.kill`",
+    # a script that ends
+    "KillActor RPC failed for actor",
 )
 _END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
 

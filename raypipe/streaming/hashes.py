@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.transform.fields import MicroBatch, Ragged, images_in
+from raypipe.transform.nest import CLASSES
 
 if TYPE_CHECKING:
     from raypipe.device.prefetcher import Batch
@@ -34,7 +35,7 @@ def batch_hash(batch: MicroBatch | Batch) -> bytes:
         values |= {"mix.target": mix.target, "mix.lam": np.asarray(mix.lam)}
     images = images_in(batch.fields)
     parts = list[bytes]()
-    for name in sorted(values):
+    for name in sorted(values.keys() - {CLASSES}):
         for title, array in _arrays(name, values[name], name in images):
             whole = np.ascontiguousarray(array)
             parts.append(_header(title, array.dtype, array.shape))

@@ -9,6 +9,7 @@ try_samples       a few samples in the driver, before anything is started
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -30,11 +31,11 @@ from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.remake import NUM_REMADE
-from raypipe.streaming.sample_makers import SampleMakers
+from raypipe.streaming.sample_makers import Maker, SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
+from raypipe.transform.keys import Key
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import (
     EncodedSample,
     Samples,
@@ -73,7 +74,7 @@ class _Assignment:
         excluded: index → reason of samples that must not be touched.
     """
 
-    sample_maker: SampleMaker
+    sample_maker: Maker
     block: Sequence[MicroBatchId]
     draws: Draws
     out: Rows
@@ -243,7 +244,46 @@ class MicroBatchMaker:
             spent = self._seconds() - before
             seconds[:, number : number + count] += spent[:, None] / count
             first = rows.stop
-        return _finished(assignment, bad, seconds), bad
+        return self._finished(assignment, bad, seconds), bad
+
+    def _finished(
+        self, assignment: _Assignment, bad: Sequence[BadSample], seconds: np.ndarray
+    ) -> list[MicroBatch]:
+        """The micro-batches of an assignment whose rows are made.
+
+        Args:
+            seconds: float (3, k), see `_seconds`.
+        """
+        num_bad = Counter(sample.position for sample in bad)
+        num_samples = assignment.num_samples
+        out = assignment.out
+        batches = []
+        for number, position in enumerate(assignment.block):
+            rows = slice(number * num_samples, (number + 1) * num_samples)
+            started = time.perf_counter()
+            key = functools.partial(self._first_key, assignment, rows)
+            fields = assignment.sample_maker.finish(out, rows, key)
+            read_s, outage_s, work_s = seconds[:, number].tolist()
+            batches.append(
+                MicroBatch(
+                    position,
+                    out.index[rows],
+                    out.weight[rows],
+                    fields,
+                    num_bad=num_bad[position],
+                    read_s=read_s,
+                    work_s=work_s + time.perf_counter() - started,
+                    outage_s=outage_s,
+                )
+            )
+        return batches
+
+    def _first_key(self, assignment: _Assignment, rows: slice) -> Key:
+        """The key of the first sample of a micro-batch, which is the same in each validation."""
+        draws = assignment.draws.at(slice(rows.start, rows.start + 1))
+        split = assignment.position(rows.start).split
+        (key,) = self.plan.sample_keys(split, draws).tolist()
+        return key[0], key[1]
 
     def _seconds(self) -> np.ndarray:
         """Seconds so far: of reading, of outages of object storage, and of the clock; their differences count."""
@@ -400,6 +440,11 @@ class MicroBatchMaker:
             self.plan.substitute(position, index, number)
             for number in range(_NUM_COMPARED)
         }
+        if position.split == "val":
+            # the plan's substitutes are training samples
+            kept = self.plan.kept["val"]
+            numbers = np.array(list(candidates)) % kept.size
+            candidates = set(kept.indices(numbers).tolist())
         others = sorted(candidates - {index, *assignment.excluded})
         for other in others:
             report_progress()
@@ -461,7 +506,7 @@ class MicroBatchMaker:
         store = self._stores[split]
         return title_of(store.address, index, name_of(store, index))
 
-    def _compare_with_val(self, train: SampleMaker) -> None:
+    def _compare_with_val(self, train: Maker) -> None:
         """Compare the size of training images with that of the validation's, before the first step.
 
         Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
@@ -515,7 +560,7 @@ class MicroBatchMaker:
 
 
 def _assigned(
-    sample_maker: SampleMaker,
+    sample_maker: Maker,
     block: Sequence[MicroBatchId],
     draws: Draws,
     excluded: Mapping[int, str],
@@ -524,36 +569,6 @@ def _assigned(
     flat = Draws(*(column.ravel() for column in draws))
     out = Rows(sample_maker.fields, draws.indices.size)
     return _Assignment(sample_maker, block, flat, out, excluded)
-
-
-def _finished(
-    assignment: _Assignment, bad: Sequence[BadSample], seconds: np.ndarray
-) -> list[MicroBatch]:
-    """The micro-batches of an assignment whose rows are made.
-
-    Args:
-        seconds: float (3, k), see `MicroBatchMaker._seconds`.
-    """
-    num_bad = Counter(sample.position for sample in bad)
-    num_samples = assignment.num_samples
-    out = assignment.out
-    batches = []
-    for number, position in enumerate(assignment.block):
-        rows = slice(number * num_samples, (number + 1) * num_samples)
-        read_s, outage_s, work_s = seconds[:, number].tolist()
-        batches.append(
-            MicroBatch(
-                position,
-                out.index[rows],
-                out.weight[rows],
-                out.finish(rows),
-                num_bad=num_bad[position],
-                read_s=read_s,
-                work_s=work_s,
-                outage_s=outage_s,
-            )
-        )
-    return batches
 
 
 @process_kept()

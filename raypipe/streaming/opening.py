@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.open_items import check_arguments, is_dataset, open_items
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.record.opened import opened_with
 from raypipe.streaming.spec import StreamSpec, UserTransform
@@ -46,10 +47,23 @@ from raypipe.transform.fields import LABEL
 from raypipe.transform.split_endings import take_endings
 from raypipe.transform.transform_steps import brief
 
-Train = Store | str | Path | Mapping[str, Store | str | Path]
-"""A training store or its address; or several, by names, which a mixture draws from."""
+Train = Any
+"""A training store or its address; or several, by names, which a mixture draws from; or a map-style Dataset."""
 
 _Section = TypeVar("_Section")
+# Arguments of `open_stream` that say how stores are read and transformed, and their defaults.
+_FOR_STORES: Mapping[str, Any] = {
+    "train_transform": "",
+    "val_transform": "",
+    "exclude": "",
+    "filter": "",
+    "image_column": "image",
+    "target_column": "label",
+    "trust_pickles": False,
+    "columns": (),
+    "make_columns": None,
+    "in_memory": False,
+}
 _MEMBERS = ("address", "schema", "classes", "groups", "fingerprint", "__len__", "read")
 
 
@@ -65,7 +79,7 @@ def join_train_run() -> None:
 @checks_keywords
 def open_stream(
     train: Train,
-    val: Store | str | Path | None = None,
+    val: Any = None,
     *,
     plan: PlanConfig | None = None,
     transform: TransformConfig | None = None,
@@ -84,11 +98,14 @@ def open_stream(
     columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
     make_columns: MakeColumns | str | None = None,
     in_memory: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> StreamSpec:
     """Open the stores of a stream, check the settings against them, and lay out the plan.
 
     Args:
-        train, val: stores or their addresses; `train` may have several, by names, for a mixture.
+        train, val: stores or their addresses; `train` may have several, by names, for a mixture. Or map-style
+            Datasets, such as torch's, or `module:function` that makes one: the actors make their items by index,
+            and a batch has what collate_fn makes as `batch.collated`.
         plan, transform, pool: settings; None = the defaults.
         train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
             are stored. A train_transform that does not follow transform.size needs a val_transform too.
@@ -104,6 +121,8 @@ def open_stream(
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
             None = as `transform` says, see docs/targets.md.
         in_memory: see `StoreConfig`.
+        collate_fn: makes a nest of tensors, arrays and other values of B items of a Dataset; None = torch's
+            `default_collate`.
 
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
@@ -114,6 +133,18 @@ def open_stream(
     transform = _checked("transform", transform, TransformConfig)
     pool = _checked("pool", pool, PoolConfig)
     arguments |= {"plan": plan, "transform": transform}
+    if is_dataset(train):
+        check_arguments(arguments, _FOR_STORES)
+        parts = open_items(train, val, collate_fn, plan, transform)
+        return StreamSpec(
+            transform=transform,
+            pool=pool,
+            quarantine=quarantine,
+            run=run,
+            log_format=log_format,
+            opened=opened_with(arguments) | {"train": train, "val": val},
+            **parts,
+        )
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
     # windows of a number of groups need a store in groups

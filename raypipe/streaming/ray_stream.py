@@ -143,6 +143,7 @@ class RayStreams:
                 self._world_size,
                 threads_of_rank(self._in_train or self._siblings > 1),
                 self._marks,
+                self._apart,
             )
         stream = PooledStream(
             self._spec,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.places import MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws
+from raypipe.streaming.items import DatasetItems, ItemMaker
 from raypipe.streaming.remake import check_remade
+from raypipe.transform.columns import SampleColumns
 from raypipe.transform.fields import Rows
 from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
 
+Maker = SampleMaker | ItemMaker
+
+
 class SampleMakers:
     """Makes the sample makers of a stream as their sizes come up, and keeps them."""
 
     def __init__(self, spec: StreamSpec) -> None:
         self._spec = spec
-        self._makers: dict[tuple[Split, Size], SampleMaker] = {}
+        self._makers: dict[tuple[Split, Size], Maker] = {}
         # Copies of makers whose code is the user's, until their first samples were made twice, see `remake`. Code
         # that is named gets the size, so each maker has its own.
-        self._unchecked: dict[SampleMaker, Callable[[], SampleMaker]] = {}
+        self._unchecked: dict[Maker, Callable[[], Maker]] = {}
 
-    def get(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
+    def get(self, position: MicroBatchId, draws: Draws) -> Maker:
         """Return the maker of a micro-batch's samples; make it if its image size is new."""
         split = position.split
         size = self._size(position, draws)
@@ -45,15 +49,8 @@ class SampleMakers:
         sides = None
         if has_sizes(spec.transform, split, spec.plan.config.sides_in(split)):
             sides = sides_of(size)
-        new = functools.partial(
-            SampleMaker,
-            config=spec.transform,
-            size=size,
-            sides=sides,
-            threads=spec.pool.kernel_threads,
-        )
         code = spec.transforms[split]
-        sample_maker = new(code, columns=spec.columns)
+        sample_maker = self._new_maker(code, spec.columns, size, sides)
         self._makers[split, size] = sample_maker
         if sample_maker.has_user_code:
             if isinstance(code, str) and ":" in code:  # it may name an object
@@ -61,8 +58,25 @@ class SampleMakers:
             # Before its first use, of which it may keep something.
             code = copied(code)
             columns = replace(spec.columns, function=copied(spec.columns.function))
-            self._unchecked[sample_maker] = lambda: new(copied(code), columns=columns)
+            self._unchecked[sample_maker] = lambda: self._new_maker(
+                copied(code), columns, size, sides
+            )
         return sample_maker
+
+    def _new_maker(
+        self, code: Any, columns: SampleColumns, size: Size, sides: Sides | None
+    ) -> Maker:
+        """Make the maker of a transform, or of a Dataset in its place."""
+        if isinstance(code, DatasetItems):
+            return ItemMaker(code)
+        return SampleMaker(
+            code,
+            self._spec.transform,
+            columns,
+            size,
+            sides,
+            self._spec.pool.kernel_threads,
+        )
 
     def _size(self, position: MicroBatchId, draws: Draws) -> Size:
         """The size of a micro-batch's images."""
@@ -88,7 +102,7 @@ class SampleMakers:
 
     def recipes(
         self, block: Sequence[MicroBatchId]
-    ) -> list[tuple[SampleMaker, Size, float, Draws]]:
+    ) -> list[tuple[Maker, Size, float, Draws]]:
         """Return the sample maker, size, strength and draws (B,) of each micro-batch of a block."""
         draws = self._spec.plan.draw_block(block)
         recipes = []
@@ -99,13 +113,13 @@ class SampleMakers:
             recipes.append((sample_maker, size, self.strength(position), own_draws))
         return recipes
 
-    def is_unchecked(self, sample_maker: SampleMaker) -> bool:
+    def is_unchecked(self, sample_maker: Maker) -> bool:
         """True until the first samples of a maker whose code is the user's were made twice."""
         return sample_maker in self._unchecked
 
     def check(
         self,
-        sample_maker: SampleMaker,
+        sample_maker: Maker,
         position: MicroBatchId,
         originals: list[dict[str, Any]],
         samples: list[EncodedSample],
@@ -129,13 +143,14 @@ class SampleMakers:
         check_remade(originals, new_maker, self.title(position.split))
 
     def title(self, split: Split) -> str:
-        """The transform of a split, as errors name it."""
-        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
+        """The transform or the Dataset of a split, as errors name it."""
+        code = self._spec.transforms[split]
+        if isinstance(code, DatasetItems):
+            return code.name
+        return f"transform.{split} is {brief(code)}, which"
 
 
-def _fields_of(
-    sample_maker: SampleMaker, sample: EncodedSample, key: Key
-) -> dict[str, Any]:
+def _fields_of(sample_maker: Maker, sample: EncodedSample, key: Key) -> dict[str, Any]:
     """The fields of a sample as a micro-batch has them."""
     rows = Rows(sample_maker.fields, 1)
     rows.put(0, 0, sample_maker.slow(sample, key))

@@ -17,6 +17,7 @@ from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, keeps_groups
+from raypipe.streaming.items import DatasetItems
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
@@ -93,6 +94,7 @@ class StreamSpec(
             tuple(self.transform.target_columns),
             makes_views(self.transforms["train"]),
             self.transform.decode == "array",
+            not isinstance(self.transforms["train"], DatasetItems),
         )
 
     def readers(self, is_one_machine: bool = False) -> dict[Split, Store]:

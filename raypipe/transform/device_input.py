@@ -20,6 +20,7 @@ class DeviceInput(NamedTuple):
         targets: names of their masks, boxes and keypoints, which move with the image.
         has_views: whether training batches have views.
         is_array: whether images are arrays of any dtype.
+        has_images: whether batches have images; those of a Dataset have what its collate function makes.
     """
 
     endings: Mapping[Split, Ending]
@@ -28,3 +29,4 @@ class DeviceInput(NamedTuple):
     targets: tuple[str, ...]
     has_views: bool
     is_array: bool
+    has_images: bool = True

@@ -25,7 +25,7 @@ import numpy as np
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.block_memory import reused_arrays
 
-FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
+FieldKind = Literal["array", "ragged", "text", "bytes", "json", "item"]
 _Value = TypeVar("_Value")
 
 IMAGE = "image"
@@ -40,7 +40,8 @@ class Field:
     """A field of a stream's samples: its kind, dtype, shape and filling.
 
     Attributes:
-        kind: "array" (numbers of one shape), "ragged" (numbers of any length), "text", "bytes", or "json".
+        kind: "array" (numbers of one shape), "ragged" (numbers of any length), "text", "bytes", or "json"; or
+            "item", any object of a Dataset's, see `raypipe.streaming.items`.
         dtype: numpy's name of the numbers' type; empty = the first sample's.
         shape: shape of a sample's array, or of a ragged one's elements; None = the first sample's.
         fill: value of padding and of rows that do not count: a number, or one for each entry of the last axis.
@@ -259,10 +260,14 @@ class Rows:
                 if len(missing):
                     array[missing] = field.fill
                 finished[name] = array
-            else:
-                values = self._lists.get(name, [None] * len(self.index))[rows]
+            elif field.kind != "item":
+                values = self.values(name)[rows]
                 finished[name] = Ragged.of(field.kind, values, field)
         return finished
+
+    def values(self, name: str) -> list[Any]:
+        """Return the values of a field whose kind is not "array", k·B; None where there is none yet."""
+        return self._lists.get(name, [None] * len(self.index))
 
     def _allocate(self) -> None:
         self.arrays = reused_arrays(

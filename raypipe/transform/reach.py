@@ -61,7 +61,7 @@ def reached(root: Any) -> Iterator[Any]:
 def _within(value: Any, is_root: bool) -> Iterator[Any]:
     match value:
         case types.FunctionType():
-            if is_root or _is_own(value.__code__.co_filename):
+            if is_root or is_own_code(value.__code__.co_filename):
                 yield from _within_function(value)
         case types.MethodType():
             yield from (value.__self__, value.__func__)
@@ -77,7 +77,7 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
                 attribute for name, attribute in attributes if name not in _OF_PIPELINE
             )
             own_classes = (
-                kind for kind in type(value).__mro__ if _is_own(_file_of(kind))
+                kind for kind in type(value).__mro__ if is_own_code(_file_of(kind))
             )
             yield from (
                 attribute
@@ -97,7 +97,7 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType) and _is_own(
+        if isinstance(value, types.ModuleType) and is_own_code(
             getattr(value, "__file__", None) or ""
         ):
             yield from (
@@ -122,7 +122,7 @@ def _file_of(kind: type) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_own(file: str) -> bool:
+def is_own_code(file: str) -> bool:
     """True for a file of the user's, which no library has installed."""
     if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
         return False
@@ -219,12 +219,18 @@ def _is_of(value: Any, package: str, *names: str) -> bool:
     )
 
 
-def _is_random(value: Any) -> bool:
-    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
-        return value is not np.random.mtrand._rand  # type: ignore[attr-defined]
-    if _is_of(value, "albumentations", "BaseCompose", "BasicTransform"):
-        return set(_OF_PIPELINE) <= vars(value).keys()
-    return (
-        _is_of(value, "torch", "Generator")
-        and value is not sys.modules["torch"].default_generator
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator, of the process or another."""
+    is_plain = isinstance(
+        value, np.random.Generator | np.random.RandomState | random.Random
     )
+    return is_plain or _is_of(value, "torch", "Generator")
+
+
+def _is_random(value: Any) -> bool:
+    if is_generator(value):
+        of_numpy: Any = np.random.mtrand
+        of_torch = getattr(sys.modules.get("torch"), "default_generator", None)
+        return value is not of_numpy._rand and value is not of_torch
+    is_pipeline = _is_of(value, "albumentations", "BaseCompose", "BasicTransform")
+    return is_pipeline and set(_OF_PIPELINE) <= vars(value).keys()

@@ -14,7 +14,7 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from raypipe.transform.decode.rgb import (
 )
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, images_in, learn
+from raypipe.transform.fields import IMAGE, LABEL, Field, Ragged, Rows, images_in, learn
 from raypipe.transform.keys import Key
 from raypipe.transform.pixels import pixels_of
 from raypipe.transform.presets import build_transform
@@ -152,6 +152,12 @@ class SampleMaker:
         for row in np.flatnonzero(~is_made).tolist():
             out.put(row, row, self.slow(samples[row], keys[row].tolist()))
         return out
+
+    def finish(
+        self, out: Rows, rows: slice, key: Callable[[], Key]
+    ) -> dict[str, np.ndarray | Ragged]:
+        """Return the fields of a micro-batch whose rows are made; nothing is drawn under its key."""
+        return out.finish(rows)
 
     @property
     def transforms(self) -> list[tuple[str, SampleTransform]]:

@@ -103,9 +103,12 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         {"weights": "label"},
         {"weights": 0.5},
         {"weights": 1.0},
+        {"drop_last": False},
+        {"drop_last": False, "weights": 1.0},
+        {"drop_last": False, "epoch_samples": 23},
     ]
     several: list[dict[str, Any]] = [
-        *single,
+        *single[:-3],
         {"mixture": {"a": 2, "b": 1, "c": 1}},
         {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 1: {"a": 1, "b": 1, "c": 1}}},
         {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 2: {"a": 1, "b": 1, "c": 1}}},
@@ -141,6 +144,10 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
             {"epoch_samples": 7},
             "an epoch of 7 draws from .* is smaller than a global batch of 8",
         ),
+        (
+            {"drop_last": False, "aug_repeats": 2},
+            r"plan\.drop_last must be true with plan\.buckets or plan\.aug",
+        ),
     ],
 )
 def test_settings_that_do_not_go_with_a_store_are_named(
@@ -150,8 +157,28 @@ def test_settings_that_do_not_go_with_a_store_are_named(
         plan_of(store(20), **config)
 
 
+def test_a_mixture_has_whole_steps() -> None:
+    with pytest.raises(ConfigError, match="3 stores, whose shares of a step need"):
+        mixed(drop_last=False)
+
+
 def test_a_mixture_names_the_stores_that_have_no_weight() -> None:
     with pytest.raises(
         ConfigError, match=r"weights of a, d; the stores of store\.train are a, b, c"
     ):
         mixed(mixture={"a": 1, "d": 1})
+
+
+@pytest.mark.parametrize("config", [{}, {"epoch_samples": 23}, {"weights": 1.0}])
+@pytest.mark.parametrize("size", [3, 20, 24])
+def test_without_drop_last_an_epoch_has_all_of_its_draws(
+    size: int, config: dict[str, Any]
+) -> None:
+    plan = plan_of(store(size), drop_last=False, **config)
+    num = config.get("epoch_samples", size)
+    assert plan.steps_per_epoch == -(-num // 8)
+    for epoch in epochs(plan):
+        counted = [draw for draw in epoch if draw[0] >= 0]
+        assert num <= len(counted) < num + plan.config.per_step
+        if not config:
+            assert {index for index, _ in counted} == set(range(size))

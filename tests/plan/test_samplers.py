@@ -13,6 +13,7 @@ from raypipe.plan.samplers import (
     Repeated,
     RunSampler,
     Weighted,
+    WithRest,
     as_integers,
 )
 from raypipe.plan.selection import Selection
@@ -53,6 +54,33 @@ def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
     draws = drawn(sampler, pass_number * sampler.size, sampler.size)
     assert {each for _, each, _ in draws} == {pass_number}
     return [(index, repeat) for index, _, repeat in draws]
+
+
+# The rest of an epoch
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [
+        (8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (7, [[0, 1], [2, 3], [4, 5], [6, 0]]),
+        (6, [[0, 1], [2, 3], [4, -1], [5, -1]]),
+        (5, [[0, 1], [2, 3], [4, -1], [0, -1]]),
+        (1, [[0, -1], [0, -1]]),
+    ],
+)
+def test_the_rest_comes_in_equal_numbers_for_each_micro_batch(
+    size: int, rows: list[list[int]]
+) -> None:
+    sampler = WithRest(permuted("off", size), size, per_step=2, unit=2)
+    expected = [index for row in rows for index in row]
+    num = len(expected)
+    for epoch in (0, 3):
+        draws = drawn(sampler, epoch * num, num)
+        assert [index for index, _, _ in draws] == expected
+        assert {number for _, number, _ in draws} == {epoch}
+        counted = [draw for draw in draws if draw[0] >= 0]
+        assert len(set(counted)) == len(counted)
 
 
 # Each sample once

@@ -133,6 +133,14 @@ def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
         assert plan.num_micro_batches(cursor) == len(left)
 
 
+def test_a_million_epochs_are_counted_at_once() -> None:
+    plan = plan_of(epochs=1 << 30, val=3, val_interval=2)
+    per_two = 2 * plan.steps_per_epoch + plan.val_steps
+    assert plan.num_micro_batches(plan.start()) == per_two << 29
+    middle = plan.cursor(1 << 29, 1)
+    assert plan.num_micro_batches(middle) == (per_two << 28) - 1
+
+
 def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     def passes(**config: Any) -> list[str]:
         plan = plan_of(val=3, epochs=5, **config)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import without_ray
 from signalled import own_processes
@@ -23,7 +23,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.fields import MicroBatch
+from raypipe.transform.fields import Field, MicroBatch, Ragged
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,14 @@ def _digests_of_loader(spec: StreamSpec, start: Cursor) -> list[bytes]:
 
 def in_host_memory(batch: Batch) -> MicroBatch:
     """A loader's batch as its actor had it."""
-    fields = {name: values.numpy() for name, values in batch.fields.items()}
-    fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
+    fields: dict[str, Any] = {}
+    for name, values in batch.fields.items():
+        if isinstance(values, list):
+            fields[name] = Ragged.of("bytes", values, Field("bytes"))
+        else:
+            fields[name] = values.numpy()
+    if "image" in fields:
+        fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
     return MicroBatch(
         batch.position, batch.index, batch.weight.numpy(), fields, batch.num_bad
     )

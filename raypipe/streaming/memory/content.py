@@ -27,9 +27,9 @@ import numpy as np
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
+from raypipe.streaming.sample_makers import Maker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.albumentations import described
-from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
 
@@ -52,7 +52,7 @@ def processor() -> str:
     return platform.processor()
 
 
-Recipe = tuple[SampleMaker, Size, float, Draws]
+Recipe = tuple[Maker, Size, float, Draws]
 """Maker of samples, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
@@ -104,7 +104,7 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._contents: dict[tuple[Split, SampleMaker], Content] = {}
+        self._contents: dict[tuple[Split, Maker], Content] = {}
 
     def of_split(self, split: Split) -> Content:
         """Return the content of a split's first micro-batches."""
@@ -132,7 +132,7 @@ class Contents:
             keys.append(content.key(strength, draws.indices, of_samples))
         return keys
 
-    def _of(self, split: Split, code: SampleMaker, size: Size) -> Content:
+    def _of(self, split: Split, code: Maker, size: Size) -> Content:
         pair = (split, code)
         if pair not in self._contents:
             self._contents[pair] = _content_of(
@@ -142,7 +142,7 @@ class Contents:
 
 
 def _content_of(
-    spec: StreamSpec, split: Split, code: SampleMaker, size: Size, stream: str
+    spec: StreamSpec, split: Split, code: Maker, size: Size, stream: str
 ) -> Content:
     code.weaken(1.0)  # the key of a micro-batch has its strength
     transforms = code.transforms
@@ -173,7 +173,8 @@ def _content_of(
         json.dumps(facts, default=_plain).encode(), digest_size=_KEY_BYTES
     )
     has_function = spec.columns.function is not None
-    is_fixed = not has_function and all(map(_is_fixed, every))
+    # without a transform, a Dataset makes the items
+    is_fixed = bool(every) and not has_function and all(map(_is_fixed, every))
     return Content(digest.digest(), is_fixed, is_public)
 
 

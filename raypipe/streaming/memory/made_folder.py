@@ -39,6 +39,7 @@ from raypipe.storage.local_file import (
     private_folder,
 )
 from raypipe.streaming.memory.stored import Finished, packed, unpacked
+from raypipe.transform.nest import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,9 @@ class Folder:
             lasts: see `get`.
             makes_folder: whether a folder that was removed comes back.
         """
+        batch, _ = finished
         is_kept = self._is_writable and (lasts or self.keeps_passing)
+        is_kept = is_kept and is_plain(batch.fields)
         if not is_kept or (self.path / key.hex()).exists():
             return
         try:

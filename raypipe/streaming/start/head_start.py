@@ -1,7 +1,8 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
 A micro-batch has the same bits in every process. So a thread of the rank makes the first n, as the inline engine
-does, and the pool begins behind them:
+does, and the pool begins behind them. If its code draws from the generators of the process, it works only while
+the loop waits:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
@@ -63,6 +64,7 @@ class HeadStart:
         rank, world_size: number of this rank, and W, of those that share an execution.
         num_threads: threads with which it makes one.
         marks: those of the process.
+        is_apart: whether another thread than the loop's takes the micro-batches.
 
     Attributes:
         is_lost: whether it could not make one of them.
@@ -76,6 +78,7 @@ class HeadStart:
         world_size: int,
         num_threads: int = 1,
         marks: Marks | None = None,
+        is_apart: bool = False,
     ) -> None:
         # Until n is known, rank 0 makes those that it can read here, and other ranks one.
         self._num_free = 1 if rank else None
@@ -94,6 +97,9 @@ class HeadStart:
         if spec.pool.head_start >= 0:
             self._most = min(self._most, spec.pool.head_start)
         self._marks = marks
+        self._is_apart = is_apart
+        self._draws_globally = False
+        self._is_awaited = False  # the loop waits for a micro-batch
         self._num_of_step = spec.plan.config.per_step // world_size
         self._num: int | None = None  # n, once it is known
         self._num_begun = 0
@@ -152,8 +158,9 @@ class HeadStart:
             self._changed.wait_for(lambda: self._is_ready or self._is_done)
             num = self._most
             if self._spec.pool.head_start < 0:
+                waits_for_loop = self._draws_globally and not self._is_asked
                 self._changed.wait_for(
-                    lambda: self._last_s or self._is_done, _MEASURE_S
+                    lambda: self._last_s or self._is_done or waits_for_loop, _MEASURE_S
                 )
                 seconds = self._last_s or _MEASURE_S
                 num = self._num_begun + math.ceil(_COVER_S / seconds)
@@ -186,8 +193,11 @@ class HeadStart:
         while True:
             with self._changed:
                 while not (self._made or self._is_stopped or self._has_ended()):
+                    self._is_awaited = True
+                    self._changed.notify_all()
                     self._changed.wait(_LOOK_S)
                     self._check_time()
+                self._is_awaited = False
                 if self._is_stopped or self._num_taken == self._num:
                     return
                 if not self._made:
@@ -256,7 +266,8 @@ class HeadStart:
         )
         maker = MicroBatchMaker(spec)
         with self._changed:
-            if maker.draws_globally:
+            self._draws_globally = maker.draws_globally
+            if self._draws_globally and self._is_apart:
                 # its draws would mix with those of the loop
                 self._most = 0
             self._is_ready = True
@@ -265,7 +276,7 @@ class HeadStart:
         while self._may_begin():
             place = next(self._places)
             self._mark(True)
-            with traced("make", [place]), process_kept(generators=False):
+            with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
             self._mark(False)
             maker.settle([batch], bad)
@@ -307,6 +318,8 @@ class HeadStart:
             most = self._num_free or self._num_at_hand(upcoming)
             if most < upcoming:
                 return True
+        if self._draws_globally and not self._is_awaited:
+            return True
         if not self._made:
             return False
         if not self._is_asked and len(self._made) >= self._num_of_step:
@@ -326,6 +339,7 @@ class HeadStart:
                 self._last_s = time.monotonic() - self._began_at
             self._num_made += 1
             self._began_at = 0.0
+            self._is_awaited = False
             self._made.append(batch)
             self._changed.notify_all()
             return True

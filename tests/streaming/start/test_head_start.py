@@ -59,8 +59,11 @@ def place_of(spec: StreamSpec, step: int = 0) -> MicroBatchId:
     return next(spec.plan.micro_batches(spec.plan.cursor_at(step)))
 
 
-def begun(spec: StreamSpec, rank: int = 0, world_size: int = 1) -> HeadStart:
-    head = HeadStart(spec, place_of(spec), rank, world_size)
+def begun(
+    spec: StreamSpec, rank: int = 0, world_size: int = 1, is_apart: bool = False
+) -> HeadStart:
+    place = place_of(spec)
+    head = HeadStart(spec, place, rank, world_size, is_apart=is_apart)
     head.start()
     return head
 
@@ -268,11 +271,29 @@ def drawing(image: np.ndarray) -> np.ndarray:
     return image[: np.random.randint(9, 10), :9].copy()
 
 
-def test_a_transform_that_draws_from_the_process_is_left_to_actors(
+def test_code_that_draws_from_the_process_runs_while_the_loop_waits(
     stores: dict[str, Path],
 ) -> None:
     spec = stream(stores, train_transform=drawing, val_transform=None)
     head = begun(spec)
+    until(lambda: head._is_ready)
+    head.let(3)
+    before = np.random.get_state(legacy=False)["state"]["pos"]
+    batches = head.batches()
+    places = spec.plan.share(place_of(spec), 0, 1)
+    for number, batch in enumerate(batches):
+        assert batch.position == next(places)
+        # nothing is made while the loop has it
+        assert head._num_begun == number + 1
+        assert np.random.get_state(legacy=False)["state"]["pos"] == before
+    assert number == 2 and not head.is_lost
+
+
+def test_code_that_draws_from_the_process_never_runs_beside_a_ring(
+    stores: dict[str, Path],
+) -> None:
+    spec = stream(stores, train_transform=drawing, val_transform=None)
+    head = begun(spec, is_apart=True)
     assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
 
 

@@ -1,0 +1,108 @@
+"""Opens the stream of a map-style Dataset: its items are made by index under their keys, and joined by a collate
+function, where a store's samples are read and transformed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Split
+from raypipe.stores.indexed import IndexStore
+from raypipe.streaming.items import DatasetItems
+from raypipe.streaming.planning import make_plan
+from raypipe.transform.columns import SampleColumns
+
+_NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+# Settings of a transform that hold for any code that makes samples.
+_FOR_ITEMS = ("max_bad_fraction", "time_limit_s")
+
+
+def is_dataset(train: Any) -> bool:
+    """Return whether what a stream is opened with is a Dataset, `module:function`, or the items of one."""
+    if isinstance(train, DatasetItems):
+        return True
+    if isinstance(train, str):
+        return bool(_NAME.fullmatch(train)) and not Path(train).exists()
+    if isinstance(train, Path | Mapping) or hasattr(train, "read"):
+        return False
+    if isinstance(train, list | tuple) and isinstance(next(iter(train), ""), str):
+        return False  # of addresses
+    return hasattr(type(train), "__getitem__") or _is_iterable(train)
+
+
+def items_of(dataset: Any, argument: str, collate: Any) -> DatasetItems:
+    """Return a Dataset's items; raises ConfigError if it is none that is read by index."""
+    if isinstance(dataset, DatasetItems):
+        return dataset
+    if not is_dataset(dataset):
+        raise ConfigError(
+            f"raypipe.open_stream: {argument} is a {type(dataset).__name__}, and the other split is a Dataset: "
+            "give both as Datasets, or both as stores"
+        )
+    if _is_iterable(dataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} is an IterableDataset, whose samples have no index, and so no seed and no "
+            "place to resume at: give it __getitem__ and __len__, or write it as a store with "
+            "raypipe.convert(dataset, 'train.lmdb')"
+        )
+    return DatasetItems(dataset, collate)
+
+
+def _is_iterable(dataset: Any) -> bool:
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+
+
+def open_items(
+    train: Any,
+    val: Any,
+    collate_fn: Any,
+    plan: PlanConfig,
+    transform: TransformConfig,
+) -> dict[str, Any]:
+    """Return the parts of a `StreamSpec` that Datasets decide, by name.
+
+    Raises:
+        ConfigError: a Dataset cannot be read by index, or sent to the actors; or a setting is for stores.
+    """
+    items: dict[Split, DatasetItems] = {"train": items_of(train, "train", collate_fn)}
+    if val is not None and plan.val_interval:
+        items["val"] = items_of(val, "val", collate_fn)
+        items["train"].share_with(items["val"])
+    _check_transform(transform)
+    stores = {split: _store_of(of_split) for split, of_split in items.items()}
+    return {
+        "plan": make_plan(plan, stores["train"], stores.get("val")),
+        "stores": stores,
+        "transforms": items,
+        "columns": SampleColumns(reads_class=False),
+    }
+
+
+def check_arguments(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of `open_stream` that is for stores, and that a Dataset does itself."""
+    for name, default in defaults.items():
+        if arguments[name] != default:
+            raise ConfigError(
+                f"raypipe.open_stream: {name} is for stores, and a Dataset makes its items itself: do it in "
+                "__getitem__, or in collate_fn"
+            )
+
+
+def _check_transform(transform: TransformConfig) -> None:
+    default = TransformConfig()
+    for name, value in vars(transform).items():
+        if name not in _FOR_ITEMS and value != getattr(default, name):
+            raise ConfigError(
+                f"transform.{name} is for stores, and a Dataset makes its items itself: do it in __getitem__"
+            )
+
+
+def _store_of(items: DatasetItems) -> IndexStore:
+    facts = {name: part.digest() for name, part in items.facts.items()}
+    return IndexStore(len(items.dataset), items.name, facts)

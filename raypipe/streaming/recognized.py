@@ -1,0 +1,159 @@
+"""Datasets of torchvision whose items a store and a transform make as well, bit by bit, in less time.
+
+    ImageFolder, DatasetFolder of images     the folder's store
+    CIFAR10, CIFAR100; MNIST and its like    a store of their pixels
+
+Actors run the pipeline up to ToTensor, Normalize and the like, which make floats of a whole batch. If code of the
+user's makes the items, opens the files or changes the target, or some items that are compared differ, the Dataset
+makes its items itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+
+from raypipe.config import TransformConfig
+from raypipe.errors import RaypipeError
+from raypipe.stores.base import NAME, Store
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.decode.array import decoder_of
+from raypipe.transform.pipelines import flat, package_of, shortened, transform_kind
+from raypipe.transform.pixels import pixels_of
+from raypipe.transform.process_state import process_kept, seed_process
+from raypipe.transform.sample_transform import SampleTransform
+
+_NUM_COMPARED = 4
+# Steps that make a tensor of an image, or its floats pixel by pixel.
+_TO_TENSOR = ("ToTensor", "ToImage", "PILToTensor", "ToPureTensor")
+_LAST = (*_TO_TENSOR, "ToDtype", "ConvertImageDtype", "Normalize")
+
+
+class Recognized(NamedTuple):
+    """A Dataset as a store, a transform, and steps for whole batches.
+
+    Attributes:
+        store: its samples.
+        transform: a pipeline of torchvision that makes uint8; None = pixels as they are stored.
+        last: the steps after it.
+        config: settings of the decode.
+    """
+
+    store: Store
+    transform: Any
+    last: Sequence[Any]
+    config: TransformConfig
+
+    def finished(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the last steps make of images, uint8 (B, C, H, W)."""
+        for step in self.last:
+            name = type(step).__name__
+            if name == "ToTensor":
+                images = images.to(torch.get_default_dtype()).div(255)
+            elif name not in _TO_TENSOR:
+                images = step(images)
+        return images
+
+
+def recognized(dataset: Any) -> Recognized | None:
+    """Return the store and the transform that make a Dataset's items; None = it is not known to."""
+    transform = getattr(dataset, "transform", None)
+    is_known = callable(transform) and "torchvision" in sys.modules
+    if not is_known or getattr(dataset, "target_transform", None) is not None:
+        return None
+    if transform_kind(transform) not in ("pil", "torchvision"):
+        return None
+    steps = list(flat(transform))
+    num_last = len(list(_last(steps)))
+    first = shortened(transform, len(steps) - num_last)
+    with contextlib.suppress(RaypipeError):
+        store = _store_of(dataset)
+        if store is None:
+            return None
+        is_gray = isinstance(store, MemoryStore) and dataset.data.ndim == 3
+        if is_gray and first is not None:  # arrays of one channel are no PIL images
+            return None
+        config = TransformConfig(decode="array" if is_gray else "cpu")
+        last = steps[len(steps) - num_last :]
+        found = Recognized(store, _for_pillow(first), last, config)
+        if _are_equal(dataset, found):
+            return found
+    return None
+
+
+def _last(steps: Sequence[Any]) -> Iterator[Any]:
+    """Yield the steps at the end that work pixel by pixel, from the last one on."""
+    for step in reversed(steps):
+        if type(step).__name__ not in _LAST or package_of(step) != "torchvision":
+            return
+        yield step
+
+
+def _for_pillow(pipeline: Any) -> Any:
+    """Return a pipeline that gets PIL images, as in a Dataset, where one of v2 would get tensors."""
+    if pipeline is None or transform_kind(pipeline) == "pil":
+        return pipeline
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.ToPILImage(), pipeline])
+
+
+def _store_of(dataset: Any) -> Store | None:
+    """Return the store that has the samples of a Dataset, under the same indices; None = there is none."""
+    from torchvision import datasets, get_image_backend
+
+    makes_item = type(dataset).__getitem__
+    size = type(dataset).__len__
+    for kind in (datasets.CIFAR10, datasets.MNIST):
+        if makes_item is kind.__getitem__ and size is kind.__len__:
+            images = list(map(_png, np.asarray(dataset.data)))
+            return MemoryStore(images, np.asarray(dataset.targets), dataset.classes)
+    is_folder = makes_item is datasets.DatasetFolder.__getitem__
+    is_folder = is_folder and size is datasets.DatasetFolder.__len__
+    loads = getattr(dataset, "loader", None)
+    is_pillow = loads in (datasets.folder.default_loader, datasets.folder.pil_loader)
+    if not (is_folder and is_pillow and get_image_backend() == "PIL"):
+        return None
+    root = str(dataset.root)
+    store = FolderStore(root, "folder")
+    columns = store.read(np.arange(len(store)), (NAME, "label"))
+    files = [f"{root.rstrip('/')}/{name}" for name in columns[NAME]]
+    samples = list(zip(files, columns["label"].tolist(), strict=True))
+    return store if samples == list(dataset.samples) else None
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """Encode uint8 (H, W), or RGB, without compression, which takes 10 µs for a small image."""
+    image = pixels[..., ::-1] if pixels.ndim == 3 else pixels  # OpenCV has blue first
+    _, encoded = cv2.imencode(".png", image, [cv2.IMWRITE_PNG_COMPRESSION, 0])
+    return encoded.tobytes()
+
+
+def _are_equal(dataset: Any, found: Recognized) -> bool:
+    """Return whether some items are equal, with random steps that draw the same numbers."""
+    decode = decoder_of(found.config)
+    transform = SampleTransform(found.transform, pixels_of(found.config.decode))
+    indices = np.linspace(0, len(dataset) - 1, _NUM_COMPARED).astype(np.int64)
+    columns = found.store.read(indices)
+    with process_kept():
+        for index, encoded in zip(indices.tolist(), columns["image"], strict=True):
+            key = (index, _NUM_COMPARED)
+            try:
+                pixels = torch.from_numpy(transform(decode(encoded), key))
+                ours = found.finished(pixels.movedim(-1, 0)[None])[0]
+                seed_process(*key)
+                item, _ = dataset[index]
+                is_equal = pixels.dtype == torch.uint8 and ours.equal(item)
+                is_equal &= ours.dtype == item.dtype
+            except Exception:  # the Dataset raises it, too
+                return False
+            if not is_equal:
+                return False
+    return True

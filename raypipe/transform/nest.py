@@ -1,0 +1,207 @@
+"""A nest of tensors, arrays and other values, as a collate function makes it, in fields of a micro-batch.
+
+    nest.tensors   uint8 (n,), the values of all tensors, which go to the device in one transfer
+    nest.form      bytes, on the host: the nest as a pickle without its tensors and arrays; the values of all
+                   arrays; and `objects` if the pickle names classes, so that nobody reads it from a file
+    nest.classes   bytes, on the host: a pickle of the classes that a script defines; it decides nothing in a hash
+
+No tensor or array is pickled, and their dtypes and shapes may differ from micro-batch to micro-batch.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from raypipe.errors import ConfigError
+from raypipe.transform.block_memory import reused_memory
+from raypipe.transform.fields import Field, Ragged
+
+if TYPE_CHECKING:
+    import torch
+
+NEST = "nest"
+TENSORS = f"{NEST}.tensors"
+FORM = f"{NEST}.form"
+CLASSES = f"{NEST}.classes"
+
+_OBJECTS = b"objects"
+# views of a buffer may have any dtype
+_ALIGNMENT = 64
+_KINDS = "biufcmMSU"
+
+
+def pack(
+    nest: Any, dump: Callable[[Any], bytes] = lambda classes: b""
+) -> dict[str, np.ndarray | Ragged]:
+    """Return a nest as fields of a micro-batch.
+
+    Args:
+        dump: pickles the classes that a script defines.
+    """
+    try:
+        form, values = _pickled(nest, keeps_memo=False)
+    except (ValueError, RecursionError):  # it refers to itself
+        form, values = _pickled(nest, keeps_memo=True)
+    objects = _OBJECTS if values.has_objects else b""
+    classes = dump(values.classes) if values.classes else b""
+    parts = [form, _joined(values.arrays).tobytes(), objects]
+    return {
+        TENSORS: _joined(values.tensors),
+        FORM: Ragged.of("bytes", parts, Field("bytes")),
+        CLASSES: Ragged.of("bytes", [classes], Field("bytes")),
+    }
+
+
+def unpack(fields: Mapping[str, Any]) -> Any:
+    """Return the nest of a batch's fields: its tensors are views of `nest.tensors`, on any device."""
+    pickled, arrays, _ = fields[FORM]
+    (classes,) = fields[CLASSES]
+    return _Unpacker(pickled, fields[TENSORS], arrays, classes).load()
+
+
+def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
+    """Return whether two nests differ: in tensors or arrays, only in other values, or in none, bit by bit."""
+    one, two = (_content(nest) for nest in (first, second))
+    if one[1:] != two[1:]:
+        return "numbers"
+    return "others" if one[0] != two[0] else ""
+
+
+def _content(nest: Any) -> list[bytes]:
+    fields: dict[str, Any] = pack(nest)
+    return [*fields[FORM].unpacked()[:2], fields[TENSORS].tobytes()]
+
+
+def is_plain(fields: Mapping[str, Any]) -> bool:
+    """Return whether fields have no pickled objects, whose classes a file would name."""
+    form = fields.get(FORM)
+    return form is None or form.unpacked()[2] != _OBJECTS
+
+
+class _Values:
+    """The tensors and arrays of a nest that is being pickled.
+
+    Attributes:
+        tensors, arrays: the values of each, uint8 (n,).
+        classes: those that no module has by their names.
+        has_objects: whether there are values other than Python's own.
+    """
+
+    def __init__(self) -> None:
+        self.classes = list[type]()
+        self.tensors = list[np.ndarray]()
+        self.arrays = list[np.ndarray]()
+        self.has_objects = False
+        self._torch: Any = sys.modules.get("torch")
+
+    def take(self, value: Any) -> Any:
+        """Take a tensor, an array or a script's class; return what stands for it, None for other values."""
+        if isinstance(value, type) and value.__module__ == "__main__":
+            self.has_objects = True
+            self.classes.append(value)
+            return "class", len(self.classes) - 1, value.__qualname__, (), None
+        if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+            start = _append(self.arrays, _bytes_of(value))
+            return "array", start, value.dtype.str, value.shape, None
+        torch = self._torch
+        if torch is None or not isinstance(value, torch.Tensor):
+            return None
+        if value.layout is not torch.strided:
+            return None
+        if value.device.type != "cpu":
+            raise ConfigError(
+                f"the batch has a tensor on {value.device}, and actors have no such device: make it on the CPU, "
+                "from where raypipe moves it to the device of the rank"
+            )
+        kind = type(value)
+        # what a subclass has besides its values, such as the format of boxes
+        more = None if kind is torch.Tensor else (kind, vars(value))
+        values = value.detach().as_subclass(torch.Tensor).contiguous()
+        dtype = str(value.dtype).removeprefix("torch.")
+        # numpy lacks some of torch's types
+        as_bytes = values.reshape(-1).view(torch.uint8).numpy()
+        start = _append(self.tensors, as_bytes)
+        return "tensor", start, dtype, tuple(values.shape), more
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, values: _Values) -> None:
+        super().__init__(file, protocol=5)
+        self._values = values
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._values.take(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        self._values.has_objects = True
+        return NotImplemented
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(
+        self, pickled: bytes, tensors: torch.Tensor, arrays: bytes, classes: bytes
+    ) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+        # a copy, so that arrays can be written to
+        self._arrays = np.frombuffer(bytearray(arrays), np.uint8)
+        self._classes = pickle.loads(classes) if classes else []
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, start, name, shape, more = pid
+        if kind == "class":
+            return self._classes[start]
+        if kind == "array":
+            dtype = np.dtype(name)
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            return self._arrays[start : start + num_bytes].view(dtype).reshape(shape)
+        return self._tensor(start, name, shape, more)
+
+    def _tensor(self, start: int, name: str, shape: tuple[int, ...], more: Any) -> Any:
+        import torch
+
+        dtype = getattr(torch, name)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if num_bytes:
+            values = self._tensors[start : start + num_bytes].view(dtype).view(shape)
+        else:
+            values = torch.empty(shape, dtype=dtype, device=self._tensors.device)
+        if more is None:
+            return values
+        subclass, attributes = more
+        tensor = values.as_subclass(subclass)
+        tensor.__dict__.update(attributes)
+        return tensor
+
+
+def _pickled(nest: Any, keeps_memo: bool) -> tuple[bytes, _Values]:
+    """Pickle a nest; without a memo, equal nests have equal pickles, whichever objects they share."""
+    file = io.BytesIO()
+    values = _Values()
+    pickler = _Pickler(file, values)
+    pickler.fast = not keeps_memo
+    pickler.dump(nest)
+    return file.getvalue(), values
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _append(parts: list[np.ndarray], values: np.ndarray) -> int:
+    """Add values, and what fills the space behind them; return where they start."""
+    start = sum(map(len, parts))
+    parts.append(values)
+    parts.append(np.zeros(-len(values) % _ALIGNMENT, np.uint8))
+    return start
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    memory = reused_memory(sum(map(len, parts)))
+    return np.concatenate([memory[:0], *parts], out=memory)

@@ -1,0 +1,270 @@
+"""Streams of Datasets: items under their keys, in this process and by actors."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import noisy_dataset
+import numpy as np
+import pytest
+import torch
+from noisy_dataset import Noisy
+from ray import cloudpickle
+from same_stream import Way, assert_same_stream
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    get_worker_info,
+)
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.prefetcher import Batch, on_device
+from raypipe.errors import ConfigError, CursorError, TransformError
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.items import DatasetItems
+
+PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3)
+INLINE = PoolConfig(engine="inline")
+
+
+class Told(Dataset[Any]):
+    """Fails, or gives another shape, on some items."""
+
+    def __init__(self, bad: Sequence[int] = (), odd: Sequence[int] = ()) -> None:
+        self.bad = bad
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise ValueError("the file is empty")
+        return torch.full((3,) if index in self.odd else (2,), float(index))
+
+
+class Counts(Told):
+    num = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num += 1
+        return torch.tensor(self.num)
+
+
+def stream(train: Any, val: Any = None, **more: Any) -> raypipe.StreamSpec:
+    return raypipe.open_stream(train, val, **{"plan": PLAN, "pool": INLINE} | more)
+
+
+def batches(spec: raypipe.StreamSpec, split: str = "train") -> list[Batch]:
+    """The batches of the first epoch."""
+    with raypipe.loader(spec) as loader:
+        epoch = next(loader.epochs())
+        train = list(epoch.train)
+        return train if split == "train" else list(epoch.val)
+
+
+@pytest.fixture
+def for_actors() -> Iterator[None]:
+    """Actors do not find modules of tests."""
+    cloudpickle.register_pickle_by_value(noisy_dataset)
+    yield
+    cloudpickle.unregister_pickle_by_value(noisy_dataset)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("for_actors", "ray_cluster")
+def test_actors_make_the_items_that_this_process_makes() -> None:
+    spec = stream(Noisy(), Noisy(11), pool=PoolConfig(max_actors=2))
+    assert_same_stream(
+        spec,
+        Way(actors=2),
+        Way(workers=2, block=3, from_step=2),
+        Way(head_start=3),
+        Way(actors=2, kills=1),
+    )
+
+
+def test_a_batch_has_what_collate_fn_makes_of_its_items() -> None:
+    for batch in batches(stream(Noisy())):
+        noise, facts = batch.collated
+        assert noise.shape == (4, 6) and facts["index"].dtype == torch.int64
+        assert facts["index"].tolist() == batch.index.tolist()
+        assert facts["name"] == [f"sample {index}" for index in batch.index]
+    spec = stream(Told(), collate_fn=lambda items: {"sum": sum(items), "items": items})
+    for batch in batches(spec):
+        assert batch.collated["sum"].tolist() == [batch.index.sum()] * 2
+        assert len(batch.collated["items"]) == 4
+
+
+def test_items_may_differ_in_shape_from_batch_to_batch() -> None:
+    spec = stream(Told(odd=range(20)), collate_fn=tuple)
+    sizes = [[len(item) for item in batch.collated] for batch in batches(spec)]
+    assert {size for batch in sizes for size in batch} == {2, 3}
+
+
+def test_a_nest_outlives_the_slot_of_the_ring_that_it_came_in() -> None:
+    spec = stream(Told(odd=range(20)), collate_fn=tuple)
+    hosts = inline_batches(spec, spec.plan.start())
+    ring = on_device(hosts, torch.device("cpu"), spec.plan.micro_batch_seed, ring=True)
+    kept = [batch.collated for batch in itertools.islice(ring, 10)]
+    for nest, batch in zip(kept, batches(spec), strict=True):
+        assert all(map(torch.equal, nest, batch.collated))
+
+
+def test_a_validation_has_each_sample_once() -> None:
+    validation = batches(stream(Told(), Noisy(11)), "val")
+    nests = [batch.collated for batch in validation]
+    indices = [nest[1]["index"] for nest in nests if nest is not None]
+    assert torch.cat(indices).tolist() == list(range(11))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(Told(), range(7, 40)),
+        ConcatDataset([Told(), Told()]),
+        [torch.tensor([float(number)]) for number in range(40)],
+        np.arange(80.0).reshape(40, 2),
+    ],
+)
+def test_whatever_is_read_by_index_is_a_dataset(dataset: Any) -> None:
+    for batch in batches(stream(dataset)):
+        expected = [torch.as_tensor(dataset[index]) for index in batch.index]
+        assert torch.equal(batch.collated, torch.stack(expected))
+
+
+def test_collate_fn_draws_under_the_seed_of_its_micro_batch() -> None:
+    def mixed(items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(items) + torch.rand(())
+
+    first, second = (batches(stream(Told(), collate_fn=mixed)) for _ in range(2))
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one.collated, two.collated)
+    assert len({batch.collated[0, 0].item() % 1 for batch in first}) == len(first)
+
+
+def test_a_failing_item_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> None:
+    transform = TransformConfig(max_bad_fraction=0.5)
+    spec = stream(Told(bad=[5]), transform=transform)
+    indices = [index for batch in batches(spec) for index in batch.index]
+    assert len(indices) == 40 and 5 not in indices
+    assert "Told[5] failed at tests/streaming/test_items.py" in caplog.text
+    assert "ValueError: the file is empty" in caplog.text
+    with pytest.raises(TransformError, match=r"Told sample 5: Told\[5\] failed"):
+        batches(stream(Told(bad=[5]), transform=TransformConfig(max_bad_fraction=0)))
+
+
+def test_items_that_do_not_go_together_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"item \d+ does not go with item") as raised:
+        batches(stream(Told(odd=[8])))
+    assert "equal size" in str(raised.value) and " 8 " in str(raised.value)
+
+
+def test_state_from_item_to_item_is_found() -> None:
+    with pytest.raises(ConfigError, match="Counts does not make the same"):
+        batches(stream(Counts()))
+
+
+class Tells(Told):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), next(_counted)
+
+
+_counted = itertools.count()
+
+
+def test_numbers_besides_tensors_that_differ_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert len(batches(stream(Tells()))) == 10
+    assert "a digest of the stream will differ" in caplog.text
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"train": Endless()}, "Endless is an IterableDataset, whose samples have no"),
+        ({"train": Told(), "val": "val.lmdb"}, "val is a str, and the other split is"),
+        ({"train": Told(), "columns": ["a"]}, "columns is for stores"),
+        (
+            {"train": Told(), "transform": TransformConfig(size=32)},
+            "transform.size is for stores",
+        ),
+        ({"train": "no_such_module:make"}, "'no_such_module:make' cannot be imported"),
+        ({"train": []}, "lacks address"),
+    ],
+)
+def test_a_mistake_with_a_dataset_is_one_line(arguments: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        stream(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_resume_with_another_dataset_names_the_part(tmp_path: Path) -> None:
+    with raypipe.loader(stream(Told(bad=[50])), run_dir=tmp_path) as loader:
+        for batch in next(loader.epochs()).train:
+            if batch.ends_step:
+                loader.checkpoint()
+                break
+    with pytest.raises(CursorError, match=r"Changed: .*store\.bad="):
+        raypipe.loader(stream(Told(bad=[51])), run_dir=tmp_path)
+
+
+def told() -> Told:
+    return Told()
+
+
+def test_a_dataset_by_name_is_made_in_each_process() -> None:
+    named = batches(stream(f"{__name__}:told"))
+    given = batches(stream(Told()))
+    for one, two in zip(named, given, strict=True):
+        assert torch.equal(one.collated, two.collated)
+
+
+def test_a_copy_of_a_dataset_is_prepared_and_known_as_a_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[Any] = []
+
+    def prepare(number: int) -> None:
+        prepared.append((number, get_worker_info().dataset))  # type: ignore[union-attr]
+
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
+    items = DatasetItems(Told(), prepare=prepare)
+    assert isinstance(items.dataset, Told) and not prepared
+    copies = [copy.deepcopy(items) for _ in range(2)]
+    opened = [(0, each.dataset) for each in copies for _ in range(2)]
+    assert prepared == opened[::2]
+
+
+def test_two_parts_of_one_dataset_share_it_wherever_they_are_opened() -> None:
+    base = Told()
+    parts = Subset(base, range(30)), Subset(base, [35, 36])
+    splits = tuple(map(DatasetItems, parts))
+    stream(*splits)
+    stream(*splits)  # they may be given again
+    train, val = pickle.loads(pickle.dumps(splits))
+    assert train.dataset.dataset is val.dataset.dataset is not base
+    assert len(train.dataset) == 30 and list(val.dataset.indices) == [35, 36]
+    stream(train, val)
+    twin = copy.deepcopy(train)
+    assert twin.dataset.dataset is not train.dataset.dataset
+
+
+def test_a_batch_of_a_dataset_says_where_its_items_are() -> None:
+    batch = batches(stream(Told()))[0]
+    with pytest.raises(ConfigError, match="collated is what collate_fn"):
+        _ = batch.image

@@ -16,6 +16,7 @@ from pathlib import Path
 import albumentations as A  # noqa: N812
 import cv2
 import kornia.augmentation as K  # noqa: N812
+import launched_stream
 import numpy as np
 import pytest
 import ray
@@ -433,6 +434,20 @@ def test_persistent_workers(store: Path) -> None:
 
 
 # Training
+
+
+def test_mesh(store: Path, tmp_path: Path) -> None:
+    """Under torchrun, a tensor-parallel group gets the same batches, and data ranks a share each."""
+    spec = launched_stream.spec_of(str(store), "inline")
+    alone = [launched_stream.described(batch) for batch in batches_of(spec)]
+    for kind, expected in {
+        "tensor": [alone, alone],
+        "ranks": [alone[::2], alone[1::2]],
+    }.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        launched_stream.launch(store, folder, kind)
+        assert [launched_stream.seen(folder, rank) for rank in range(2)] == expected
 
 
 def test_ddp(store: Path, tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from raypipe.plan.custom import Population
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.plan.places import Cursor
 from raypipe.progress import print_progress
-from raypipe.rayext.agreement import from_rank_zero, in_train_function
+from raypipe.rayext.agreement import from_rank_zero
 from raypipe.section import check
 from raypipe.streaming.items import Collate, DatasetItems
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.recognized import recognized
+from raypipe.streaming.shares import share_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.process_state import process_kept, seed_process
 from raypipe.transform.reach import ReachedGenerators
@@ -144,7 +145,7 @@ class DataLoader:
             # worker_init_fn is for other processes than this one
             head_start = -1 if worker_init_fn is None else 0
             self._pool = PoolConfig(max_actors=self.num_workers, head_start=head_start)
-        self._rank, self._world_size = _rank_and_world_size()
+        self._rank, self._world_size = share_of()[:2]
         self._start: Cursor | None = None
         self.spec = self._opened(collate_fn)
 
@@ -293,18 +294,6 @@ def _check_dataset(dataset: Any) -> None:
             f"raypipe.DataLoader takes a Dataset with __getitem__ and __len__, not a {kind.__name__}; "
             "raypipe.open_stream opens addresses and stores"
         )
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank, and W."""
-    if in_train_function():
-        import ray.train
-
-        context = ray.train.get_context()
-        return context.get_world_rank(), context.get_world_size()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
 
 
 def _agreed_seed(

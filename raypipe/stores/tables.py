@@ -41,7 +41,7 @@ from raypipe.stores.base import (
 )
 from raypipe.stores.image_files import read_files, written_at
 from raypipe.stores.kept import UNUSABLE
-from raypipe.stores.lmdb_labels import spread
+from raypipe.stores.scan import spread
 
 # Names, in lower case, that people give to these columns.
 _USUAL = {

@@ -27,7 +27,7 @@ from raypipe.plan.custom import Population
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.plan.places import Cursor
 from raypipe.progress import print_progress
-from raypipe.rayext.agreement import from_rank_zero
+from raypipe.rayext.agreement import from_rank_zero, processes
 from raypipe.section import check
 from raypipe.streaming.items import Collate, DatasetItems
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
@@ -301,6 +301,11 @@ def _agreed_seed(
 ) -> int:
     """Return rank 0's seed, in [0, 2^64), with the seed that a DistributedSampler has."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
+    if world_size > 1 and processes() is None:
+        raise ConfigError(
+            f"a launcher started {world_size} processes, which have to agree on the seed: call "
+            "torch.distributed.init_process_group() before raypipe.DataLoader"
+        )
     if world_size > 1:
         seed = from_rank_zero(seed)
     own = getattr(sampler, "seed", 0)

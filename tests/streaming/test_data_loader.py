@@ -300,6 +300,15 @@ def test_samplers_of_one_rank_are_refused_among_several(ranks: Ranks) -> None:
     assert taken(shares)[0] == [4, 5, 6, 7]
 
 
+def test_processes_of_a_launcher_agree_on_the_seed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes.*init_process_group"):
+        loader_of()
+
+
 # The place
 
 

@@ -137,16 +137,17 @@ class ListedFiles(TableColumns):
     @cached_property
     def _looked_at(self) -> list[tuple[int, ...]]:
         """Facts that change when local files are written, of files that are spread over the table."""
-        indices = spread(len(self), _MAX_LOOKED_AT)[: len(self)]
+        indices = spread(len(self), _MAX_LOOKED_AT).tolist()
         return list(map(written_at, map(self.sample_name, indices)))
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         images = None
         if "image" in columns:
             images = read_files([self.sample_name(index) for index in indices.tolist()])
-        names = [name for name in columns if name != "image"]
-        rows = self._rows.select(names).take(pa.array(indices))
-        read = dict(zip(names, rows.columns, strict=True))
+        rows = pa.array(indices)
+        read = {
+            name: self._rows[name].take(rows) for name in columns if name != "image"
+        }
         return Columns(images, self.table_of(read, self.sample_name))
 
     def names(self, indices: np.ndarray) -> list[str]:
@@ -272,14 +273,15 @@ def as_table(where: str) -> Iterator[None]:
 
 def _parsed(address: str, content: bytes, *columns: str) -> Table:
     """Return the rows in a file's content."""
-    if address.endswith(".parquet"):
+    _, _, suffix = address.lower().rpartition(".")
+    if suffix == "parquet":
         file = pq.ParquetFile(BufferReader(content))
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         unpacked = sum(group.total_byte_size for group in groups)
         check_read(address, unpacked, len(content))
         return file.read()
     content = content.removeprefix(codecs.BOM_UTF8)
-    if address.endswith(".jsonl"):
+    if suffix == "jsonl":
         lines = content.split(b"\n", _NUM_PROBED)[:_NUM_PROBED]
         first = Table.from_pylist(list(map(json.loads, filter(None, lines))))
         # pyarrow infers types by recursion, which any depth of others would overflow

@@ -4,13 +4,13 @@ function, where a store's samples are read and transformed."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.importing import loaded_module
 from raypipe.plan.places import Split
 from raypipe.stores.indexed import IndexStore
 from raypipe.streaming.items import DatasetItems
@@ -54,7 +54,7 @@ def items_of(dataset: Any, argument: str, collate: Any) -> DatasetItems:
 
 
 def _is_iterable(dataset: Any) -> bool:
-    torch_data: Any = sys.modules.get("torch.utils.data")
+    torch_data = loaded_module("torch.utils.data")
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 

@@ -55,7 +55,7 @@ FORMATS: dict[str, str | bytes | pa.Table] = {
     "semicolons.csv": LINES.replace(",", ";"),
     "pandas.csv": ",path,label\n0,img/0.jpg,dog\n1,img/1.jpg,cat\n2,img/0.jpg,dog\n",
     "a.tsv": LINES.replace(",", "\t"),
-    "a.jsonl": "\n".join(map(json.dumps, ROWS)),
+    "A.JSONL": "\n".join(map(json.dumps, ROWS)),
     "bom.jsonl": b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode() + b"\n\n",
     "a.parquet": pa.Table.from_pylist(ROWS),
     "dictionary.parquet": pa.table(

@@ -74,6 +74,12 @@ def parquet_bomb(path: Path) -> Path:
     return path / "a.parquet"
 
 
+def table_bomb(path: Path) -> Path:
+    with (path / "a.csv").open("wb") as file:
+        file.truncate(600 << 20)
+    return path / "a.csv"
+
+
 def tar_bomb(path: Path) -> Path:
     """Members of holes, by GNU's old headers."""
     with (path / "a.tar").open("wb") as file:
@@ -209,6 +215,7 @@ BOMBS: dict[str, Callable[[Path], Path]] = {
     "folder": folder_bomb,
     "lmdb": lmdb_bomb,
     "parquet": parquet_bomb,
+    "table": table_bomb,
     "tar": tar_bomb,
     "TFRecord": tfrecord_bomb,
     "HDF5": hdf5_bomb,

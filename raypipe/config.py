@@ -120,10 +120,12 @@ class StoreConfig(Section, prefix="store."):
         train: address of the training store; empty = the handwritten digits that raypipe ships. Several stores,
             `{NAME: ADDRESS, …}`, make a mixture, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (the digits have their own).
-        image_column: name of the image column; in WebDataset, the suffix of the image files.
+        image_column: name of the image column; in WebDataset, the suffix of the image files; in a table of files,
+            also a path with columns in braces, such as `images/{id}.jpg`.
         target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
             suffix, or the field of the JSON; in LMDB of other programs, also a list of keys and labels, such as
-            `labels.txt`, or `folder`; empty = batches have no target (docs/targets.md).
+            `labels.txt`, or `folder`; in folders and tables also a pattern, such as `(?P<label>[0-9]+)_`
+            (docs/tables.md); empty = batches have no target (docs/targets.md).
         trust_pickles: open pickled values in LMDB of other programs, if you trust whoever wrote them; nothing but
             bytes, text, numbers, tuples, lists and dicts is read from them.
         exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has

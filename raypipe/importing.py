@@ -77,6 +77,13 @@ def search_here() -> bool:
     return True
 
 
+def loaded_module(name: str) -> Any:
+    """Return a module that this process has imported; None while it has not, or another thread imports it."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else module
+
+
 def import_name(address: str, setting: str, *, trusted: bool) -> Any:
     """Import the value of `module:name`; the name may have dots.
 

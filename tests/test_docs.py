@@ -180,6 +180,11 @@ CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "sampling.md": lambda names: (
         names["sources"] == {0: 48, 1: 16} and names["accuracies"][-1] > 0.9
     ),
+    "tables.md": lambda names: (
+        names["ages"].read([5], ("label",))["label"] == 25
+        and len(names["val"].classes) == 2
+        and len(names["detection"].stores["train"]) == 1
+    ),
     "targets.md": lambda names: names["retrieved"] > 0.7 and names["explained"] > 0.8,
     "transforms.md": lambda names: names["accuracies"][-1] > 0.5,
 }
@@ -202,7 +207,7 @@ def test_the_programs_and_then_the_commands_of_a_page_run(
     with one_thread():
         names = program(page, monkeypatch, tmp_path)
     assert CHECKS[page](names)
-    if page == "targets.md":  # of what its programs have written
+    if page in ("tables.md", "targets.md"):  # of what its programs have written
         for words in commands(ROOT / "docs" / page):
             is_stream = words[1] == "digest"
             cli.main([*words[1:], *(["--pool.engine=inline"] if is_stream else [])])

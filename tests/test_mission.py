@@ -16,6 +16,7 @@ from pathlib import Path
 import albumentations as A  # noqa: N812
 import cv2
 import kornia.augmentation as K  # noqa: N812
+import launched_stream
 import numpy as np
 import pytest
 import ray
@@ -118,6 +119,25 @@ def test_other_stores(tmp_path: Path, capsys: Capture) -> None:
         assert found is not None and len(list(found.samples)) == 8
     raypipe.convert(iter(samples(NUM)), tmp_path / "iterable.lmdb")
     assert_trains_on(tmp_path / "iterable.lmdb")
+
+
+def test_lists_of_files(tmp_path: Path, bucket: str, capsys: Capture) -> None:
+    """A table names files on disk, in a bucket, or both; one that is not there is counted, and named."""
+    for kind in ("csv", "tsv", "jsonl", "paths"):
+        assert_trains_on(store_of(kind, tmp_path))
+    table = tmp_path / "train.csv"
+    for path in (table, *tmp_path.glob("photos/*.jpg")):
+        put(path, f"{bucket}/{path.relative_to(tmp_path)}")
+    assert_trains_on(f"{bucket}/train.csv")
+    assert_equal(batches_of(spec_of(table)), batches_of(spec_of(f"{bucket}/train.csv")))
+    assert run_command(capsys, "convert", table, tmp_path / "t.lmdb")["samples"] == NUM
+    (tmp_path / "photos" / "7.jpg").unlink()
+    assert sum(batch.num_bad for batch in batches_of(spec_of(table))) == 2
+    found = tmp_path / "bad.json"
+    run_command(capsys, "verify", table, "-o", found)
+    assert [bad["name"] for bad in json.loads(found.read_text())["bad"]] == [
+        f"{tmp_path}/photos/7.jpg"
+    ]
 
 
 class Digits(torch.utils.data.Dataset):
@@ -414,6 +434,20 @@ def test_persistent_workers(store: Path) -> None:
 
 
 # Training
+
+
+def test_mesh(store: Path, tmp_path: Path) -> None:
+    """Under torchrun, a tensor-parallel group gets the same batches, and data ranks a share each."""
+    spec = launched_stream.spec_of(str(store), "inline")
+    alone = [launched_stream.described(batch) for batch in batches_of(spec)]
+    for kind, expected in {
+        "tensor": [alone, alone],
+        "ranks": [alone[::2], alone[1::2]],
+    }.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        launched_stream.launch(store, folder, kind)
+        assert [launched_stream.seen(folder, rank) for rank in range(2)] == expected
 
 
 def test_ddp(store: Path, tmp_path: Path) -> None:

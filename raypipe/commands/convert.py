@@ -11,7 +11,6 @@ indices are the source's, unless samples are skipped. See `raypipe.commands.orde
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -22,6 +21,7 @@ import numpy as np
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
+from raypipe.importing import loaded_module
 from raypipe.storage.filesystem import (
     check_lasting,
     is_remote,
@@ -368,6 +368,5 @@ def _opened(
 
 
 def _is_dataset(src: object) -> bool:
-    return "ray.data" in sys.modules and isinstance(
-        src, sys.modules["ray.data"].Dataset
-    )
+    library = loaded_module("ray.data")
+    return library is not None and isinstance(src, library.Dataset)

@@ -20,7 +20,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -263,7 +262,10 @@ class Plan:
 
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
-        return self.num_validations(epoch + 1) > self.num_validations(epoch)
+        every = self.config.val_interval
+        return self.val_steps > 0 and (
+            (epoch + 1) % every == 0 or epoch + 1 == self.config.epochs
+        )
 
     def start(self, cursor: Cursor | None = None) -> Cursor:
         """Return where a run starts that continues from a cursor, see `normalized`; None = it has not begun.
@@ -438,25 +440,12 @@ class Plan:
 
     def num_micro_batches(self, start: Cursor | MicroBatchId) -> int:
         """Count the micro-batches from a place on, see `micro_batches`."""
-        segments = self.segments(start)
-        steps = 0
-        is_regular = not (self.single or self.end_step or self.skipped.count)
-        by_epoch = groupby(segments, lambda segment: segment.epoch)
-        if is_regular and (first := next(by_epoch, None)):
-            # a run may have a million epochs, and those behind the first one are whole
-            epoch, segments = first
-            epochs = self.config.epochs
-            num = self.num_validations(epochs) - self.num_validations(epoch + 1)
-            steps = num * self.val_steps + (epochs - epoch - 1) * self.steps_per_epoch
-        steps += sum(segment.num_delivered for segment in segments)
+        if not (self.val_steps or self.single or self.end_step or self.config.skip):
+            # a run of `raypipe.DataLoader` may have a million epochs
+            num_steps = self.config.epochs * self.steps_per_epoch
+            return (num_steps - self.global_step(start)) * self.config.per_step
+        steps = sum(segment.num_delivered for segment in self.segments(start))
         return steps * self.config.per_step
-
-    def num_validations(self, epochs: int) -> int:
-        """Count the validations of the first epochs."""
-        if not self.val_steps:
-            return 0
-        num, rest = divmod(epochs, self.config.val_interval)
-        return num + (rest > 0 and epochs == self.config.epochs)
 
     def indices(self, micro_batch: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""

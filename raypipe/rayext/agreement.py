@@ -72,6 +72,16 @@ def in_train_function() -> bool:
         return False
 
 
+def processes() -> tuple[int, int] | None:
+    """Return the number of this process, and how many there are, of those that agree; None = no other."""
+    if in_train_function():
+        context = sys.modules["ray.train"].get_context()
+        return context.get_world_rank(), context.get_world_size()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return None
+
+
 def from_rank_zero(value: _Decided | None) -> _Decided:
     """Return rank 0's value on all ranks, which call this, through Ray Train or torch.distributed."""
     if in_train_function():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import functools
 import logging
 import os
@@ -12,7 +14,8 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,12 @@ from raypipe.logs import LogFormat
 from raypipe.rayext import fork_server
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
+from raypipe.rayext.processes import started_at
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import AUTHENTICATION, are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
+from raypipe.storage.local_file import locked, open_lock, try_lock
 from raypipe.storage.shared_memory import remove_unused
 
 logger = logging.getLogger(__name__)
@@ -62,8 +67,12 @@ _LOCAL_ENV = {
 
 _SAFE_PATH = "PYTHONSAFEPATH"  # Python's switch for programs that do not import from the current folder
 
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"
+"""Variable with which torchrun and its kin say how many processes of a run are on this machine."""
+
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
+_LEAVE_S = 30.0  # for siblings, which are at their last batches
 _OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 
@@ -74,6 +83,7 @@ def connect(
     object_store_bytes: int | None = None,
     log_format: LogFormat = "text",
     wait: Wait | None = None,
+    has_siblings: bool = False,
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS, or that `ray start` runs here; else start Ray here.
 
@@ -85,6 +95,8 @@ def connect(
         object_store_bytes: size of the object store, if Ray is started on this machine; None = Ray's default.
         log_format: "json" also turns the log lines of Ray, and of other libraries in its workers, into JSON.
         wait: the wait for the cluster's answer; None = a minute.
+        has_siblings: whether processes with the same parent, such as torchrun's, use the cluster that one of them
+            starts; they do if LOCAL_WORLD_SIZE is above 1, too.
 
     Raises:
         ResourceError: the cluster does not answer, cannot be joined, or does not start.
@@ -92,7 +104,8 @@ def connect(
     is_client = client.ray.is_connected()
     if ray.is_initialized() and not is_client:
         return
-    address = address or os.environ.get("RAY_ADDRESS", "") or _running_cluster()
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    address = address or _running_cluster(_address_path())
     if is_client or address.startswith("ray://"):
         raise ResourceError(
             "a stream does not run through Ray Client (ray://…): start the program on a machine of the cluster, "
@@ -115,9 +128,42 @@ def connect(
     if address:
         _join(address, wait or Wait(ANSWER_S), options)
     else:
-        options["num_cpus"] = num_cpus or _offered_cpus()
-        options["object_store_memory"] = object_store_bytes
-        _start(log_format, options)
+        of_start = {
+            "num_cpus": num_cpus or _offered_cpus(),
+            "object_store_memory": object_store_bytes,
+        }
+        start = functools.partial(_start, log_format, options | of_start)
+        if has_siblings or os.environ.get(LOCAL_SIZE, "1") != "1":
+            _start_for_siblings(start, wait or Wait(ANSWER_S), options)
+        else:
+            start()
+
+
+def _start_for_siblings(
+    start: Callable[[], None], wait: Wait, options: dict[str, Any]
+) -> None:
+    """Start the cluster of this process and its siblings, or join it, with these options, if one of them has."""
+    parent = os.getppid()
+    name = f"siblings-{parent}-{started_at(parent)}"
+    path = Path(_private_folder()).with_name(name)
+    with locked(path.with_suffix(".lock")):
+        address = _running_cluster(path)
+        users = open_lock(path)
+        if address:
+            _join(address, wait, options)
+            remember_own_node()
+            try_lock(users, fcntl.LOCK_SH)
+        else:
+            start()
+            path.write_text(ray.get_runtime_context().gcs_address)
+            atexit.register(_await_siblings, users)
+
+
+def _await_siblings(users: int) -> None:
+    """Let siblings that use this process's cluster leave it, for a while: it ends with this process."""
+    deadline = time.monotonic() + _LEAVE_S
+    while not try_lock(users) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _join(address: str, wait: Wait, options: dict[str, Any]) -> None:
@@ -192,13 +238,13 @@ def _local_environment(log_format: LogFormat) -> dict[str, str]:
     return environment
 
 
-def connect_by_thread(wait: Wait) -> None:
+def connect_by_thread(wait: Wait, has_siblings: bool = False) -> None:
     """Call `connect` in a thread that lives as long as this process.
 
     Linux ends Ray's processes with the thread that has started them.
 
     Args:
-        wait: see `connect`.
+        wait, has_siblings: see `connect`.
     """
     if ray.is_initialized():
         connect()
@@ -206,16 +252,16 @@ def connect_by_thread(wait: Wait) -> None:
     connected = Future[None]()
     threading.Thread(
         target=_connect_and_stay,
-        args=(wait, connected),
+        args=(wait, has_siblings, connected),
         name="raypipe-ray",
         daemon=True,
     ).start()
     connected.result()
 
 
-def _connect_and_stay(wait: Wait, connected: Future[None]) -> None:
+def _connect_and_stay(wait: Wait, has_siblings: bool, connected: Future[None]) -> None:
     try:
-        connect(wait=wait)
+        connect(wait=wait, has_siblings=has_siblings)
     except BaseException as error:
         connected.set_exception(error)
         return
@@ -257,12 +303,11 @@ def _auto_start_waits() -> Iterator[None]:
         log.removeFilter(without_sigterm)
 
 
-def _running_cluster() -> str:
-    """Return the address of the cluster that `ray start` runs on this machine, as `ray.init()` finds it, or "".
+def _running_cluster(path: Path | None) -> str:
+    """Return the address of a cluster that runs on this machine, by the file that has it, or "".
 
     One that has ended leaves its address behind; and another user's is not joined, which runs code as that user.
     """
-    path = _address_path()
     if path is None:
         return ""
     try:

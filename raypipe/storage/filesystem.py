@@ -40,6 +40,11 @@ from raypipe.storage.retrying_filesystem import RetryingFileSystem
 _CONNECT_S = 5
 _SILENT_S = 20  # a request without a byte for so long is retried
 _GOOGLE_RETRY = timedelta(seconds=15)  # limit for all attempts of a request
+# Answers of a web server that has no such file, or not for us.
+_ABSENT = (401, 403, 404, 410, 451)
+_WHOLE_BYTES = (
+    1 << 26
+)  # smaller files are read with one request, also if their size is unknown
 # Scheme → kind of file system; the kind of those of fsspec is the scheme.
 _KINDS = {
     "s3": "s3",
@@ -291,7 +296,25 @@ def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
 
     filesystem, _ = fsspec.core.url_to_fs(f"{scheme}://{host}/")
     filesystem.use_listings_cache = False  # other processes' writes must be visible
-    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem))
+    handler = _WebHandler if scheme.startswith("http") else pyarrow.fs.FSSpecHandler
+    return pyarrow.fs.PyFileSystem(handler(filesystem))
+
+
+class _WebHandler(pyarrow.fs.FSSpecHandler):
+    """A web server's handler: if the server does not answer, this is an outage, and its files may exist."""
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        try:
+            file = self.fs.open(path)
+            if (file.size or 0) > _WHOLE_BYTES:
+                return pa.PythonFile(file, mode="r")
+            return pa.BufferReader(file.read(_WHOLE_BYTES))
+        except Exception as error:
+            cause = error.__cause__ or error
+            is_absent = getattr(cause, "status", 0) in _ABSENT
+            if is_absent or isinstance(cause, FileNotFoundError):
+                raise FileNotFoundError(path) from error
+            raise ConnectionError(str(cause)) from error
 
 
 @contextlib.contextmanager

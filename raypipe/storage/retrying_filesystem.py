@@ -260,7 +260,8 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def call(
         self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
     ) -> _T:
-        address = f"{self._scheme}://{path}"
+        # fsspec's paths on web servers are addresses
+        address = path if "://" in path else f"{self._scheme}://{path}"
         return retried(operation, address, lambda: do(self.inner()), self._renew)
 
     def __eq__(self, handler: object) -> bool:

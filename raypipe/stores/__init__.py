@@ -39,13 +39,15 @@ _HOME = {
     "digits_stores": "destination",
     "open_writer": "writers",
 }
-# Kind → its module and class. A kind of files is also the suffix of their names.
+# Kind → its module and class. A kind of files is also the suffix of their names, unless `_SUFFIXES` has these.
 _STORES = {
     "folder": ("folder", "FolderStore"),
     "lmdb": ("lmdb", "LMDBStore"),
     "parquet": ("parquet", "ParquetStore"),
+    "table": ("tables", "TableStore"),
     "tar": ("tar", "TarStore"),
 }
+_SUFFIXES = dict.fromkeys(("csv", "tsv", "jsonl"), "table")
 # What to do where a kind of store lacks an option.
 _INSTEAD = {
     "image_column": ": its images have no other name, so leave image_column out; give it to `raypipe convert`, "
@@ -75,6 +77,7 @@ _LAYOUTS = """raypipe reads:
   Parquet  a *.parquet file, or a folder of them
   tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
+  table    a *.csv, *.tsv or *.jsonl that names image files and their labels
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az://,
 abfs:// or hdfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
 Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
@@ -197,9 +200,10 @@ def _kind_of_name(name: str) -> str:
         return "lmdb"
     if name.endswith(_COMPRESSED_TARS):
         return "tar"
-    _, _, suffix = name.rpartition(".")
-    is_of_files = suffix in _STORES and suffix not in (name, "folder")
-    return suffix if is_of_files else ""
+    _, mark, suffix = name.rpartition(".")
+    kind = _SUFFIXES.get(suffix, suffix)
+    is_of_files = kind in _STORES and suffix not in ("folder", "table")
+    return kind if mark and is_of_files else ""
 
 
 def _has_lmdb_magic(address: str) -> bool:

@@ -484,7 +484,8 @@ def check_classes(
     if others and len(holding) == 1:
         raise StoreError(
             f"{where}: all {sum(num_by_class.values()):,} samples have the class {holding[0]}, and their labels "
-            f"may be in {_first_of(others)}, which raypipe does not read. Set {_TAKE_FOLDERS}"
+            f"may be in {_first_of(others)}, which raypipe does not read here: if it is a table that names the "
+            f"images, open it instead. Or set {_TAKE_FOLDERS}"
         )
     return told
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -23,13 +22,12 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.storage.local_file import file_kind, open_regular, written_facts
+from raypipe.storage.local_file import file_kind
 from raypipe.storage.retries import in_threads, report_progress
-from raypipe.stores.addresses import is_left_out
+from raypipe.stores.addresses import is_left_out, names_at
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
-    MAX_SAMPLE_BYTES,
     Columns,
     FileStore,
     hash_of_facts,
@@ -43,10 +41,13 @@ from raypipe.stores.class_folders import (
     Layout,
     check_classes,
     find_classes,
+    suffix_of,
     tell_left_out,
     words_of,
 )
+from raypipe.stores.image_files import read_files, written_at
 from raypipe.stores.memory_tree import MemoryTree, TreeFile
+from raypipe.stores.tables import ListedFiles, as_table
 
 _DEFAULT = "label"
 
@@ -54,7 +55,7 @@ _File = tuple[str, int]
 """Path of a file from the root, and its size; -1 for a local file, whose size is read only when needed."""
 
 
-class FolderStore(FileStore["_Images"]):
+class FolderStore(FileStore["_Images | ListedFiles"]):
     """A store in `root/class/**/file`, by the rules of `raypipe.stores.class_folders`.
 
     Links are followed. An image that cannot be read, or is over 512 MiB, is None.
@@ -66,18 +67,30 @@ class FolderStore(FileStore["_Images"]):
     Args:
         address: the root, a path or a URI.
         target_column: "label" = the class folders, unless other files belong to images by their names; "folder" =
-            the class folders in any case; empty = no label is needed, so images may also be in no folder.
+            the class folders in any case; empty = no label is needed, so images may also be in no folder; or a
+            pattern that finds the labels in the names of images in no folder, see `raypipe.stores.tables`.
     """
 
     def __init__(self, address: str | Path, target_column: str = _DEFAULT) -> None:
         super().__init__(address, target_column)
-        if target_column not in (_DEFAULT, BY_FOLDER, ""):
+        is_other = target_column not in (_DEFAULT, BY_FOLDER, "")
+        if is_other and "(?P<" not in target_column:
             raise ConfigError(
                 f"target_column={target_column!r}: {address} is a folder of images, whose labels are its class "
-                "folders: leave target_column out, or set it to '' for no target"
+                "folders: leave target_column out, or set it to '' for no target, or to a pattern of the names: "
+                r"'(?P<label>\d+)_'"
             )
 
-    def _open(self) -> _Images:
+    def _open(self) -> _Images | ListedFiles:
+        (target_column,) = self._options
+        if "(?P<" in target_column:
+            names = sorted(names_at(self.address) or ())
+            images = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
+            rows = pa.table({"path": images})
+            with as_table(self.address):
+                return ListedFiles(
+                    f"{self.address}/", rows, images, "path", target_column
+                )
         if not is_remote(self.address):
             return _Images(self.address, *self._samples(_Disk(self.address)))
         if self._listing is None:
@@ -122,7 +135,8 @@ def _nothing(address: str, layout: Layout) -> str:
         return (
             f"{address} has {len(layout.flat):,} images and no class folders with images: put the images of each "
             f"class into a folder of its own, such as {address}/cat/{layout.flat[0][0]}, or set "
-            "store.target_column to '' to read them without labels"
+            "store.target_column to '' to read them without labels, or to a pattern of the labels in their names, "
+            r"such as '(?P<label>\d+)_'"
         )
     content = f"; it has {words_of(layout.left_out)}" if layout.left_out else ""
     return (
@@ -180,7 +194,7 @@ class _Images:
         written = hashlib.blake2b(digest_size=16)
         for path, size in zip(self._paths, self._sizes.tolist(), strict=True):
             if not self._version:
-                facts = _written_at(f"{self._root}/{path}")
+                facts = written_at(f"{self._root}/{path}")
                 size = facts[0]
                 written.update(repr(facts).encode())
             contents.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
@@ -189,7 +203,8 @@ class _Images:
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         images = None
         if "image" in columns:
-            images = self._images(indices.tolist())
+            addresses = [self.sample_name(index) for index in indices.tolist()]
+            images = read_files(addresses, self._sizes[indices].tolist())
         table = {}
         if "label" in columns:
             table["label"] = self._labels[indices]
@@ -202,36 +217,6 @@ class _Images:
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""
         return join_address(self._root, *self._paths[index].split("/"))
-
-    def _images(self, indices: list[int]) -> list[bytes | None]:
-        """Return the contents of files."""
-        if not is_remote(self._root):
-            return [
-                _bytes_of(f"{self._root}/{self._paths[index]}") for index in indices
-            ]
-        with errors_as(StoreError, f"{self._root} cannot be read"):
-            filesystem, root = open_filesystem(self._root)
-            return in_threads(
-                lambda index: self._object(filesystem, root, index), indices
-            )
-
-    def _object(
-        self, filesystem: pyarrow.fs.FileSystem, root: str, index: int
-    ) -> bytes | None:
-        path = self._paths[index]
-        num_bytes = int(self._sizes[index])
-        if num_bytes > MAX_SAMPLE_BYTES:
-            return None
-        try:
-            with filesystem.open_input_file(f"{root}/{path}") as file:
-                if file.size() != num_bytes:
-                    raise StoreError(
-                        f"{self.sample_name(index)} has changed since the store was opened: {num_bytes} bytes "
-                        f"then, {file.size()} now. Start a new run, or put the old object back"
-                    )
-                return file.read(num_bytes)
-        except FileNotFoundError:
-            return None
 
 
 # On a disk
@@ -264,25 +249,6 @@ def _kind(entry: os.DirEntry[str]) -> str:
         return file_kind(entry.stat().st_mode)
     except OSError:  # a broken link is a sample that cannot be read
         return FILE
-
-
-def _written_at(path: str) -> tuple[int, ...]:
-    """Return `written_facts` of a file; a size of -1 if unknown. Only fingerprints need it, readers do not."""
-    try:
-        return written_facts(Path(path).stat())
-    except OSError:
-        return (-1,)
-
-
-def _bytes_of(path: str) -> bytes | None:
-    try:
-        with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes <= MAX_SAMPLE_BYTES:
-                return file.read(num_bytes)
-            return None
-    except OSError:
-        return None
 
 
 # In an object store

@@ -1,7 +1,8 @@
 """Parquet stores: a file, or a folder of files, local or on any of pyarrow's file systems.
 
 The image column has one of two layouts: bytes, or Hugging Face's `struct{bytes, path}`. A row group is the unit of
-reading, so a store keeps the last used row groups decoded.
+reading, so a store keeps the last used row groups decoded. Files with paths instead of images are a table, see
+`raypipe.stores.tables`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
-from raypipe.stores.arrow_values import no_rows, take
+from raypipe.stores.arrow_values import is_bytes, is_text, no_rows, take
 from raypipe.stores.base import Columns, FileStore, by_part, hash_of_facts, part_of
+from raypipe.stores.tables import ListedFiles, read_tables
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -41,7 +43,11 @@ _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
 _VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
 
 
-class ParquetStore(FileStore["_Groups"]):
+class _OnlyPathsError(StoreError):
+    """Files, its argument, have the paths of images, and not the images."""
+
+
+class ParquetStore(FileStore["_Groups | ListedFiles"]):
     """A store in Parquet files with one schema, sorted by name.
 
     Null images, and text that is not UTF-8, are None; null labels raise StoreError. The fingerprint is a hash over
@@ -51,7 +57,7 @@ class ParquetStore(FileStore["_Groups"]):
 
     Args:
         address: path or URI of a file or folder.
-        image_column: the column that becomes `image`.
+        image_column: the column that becomes `image`; or that has its paths, see `TableStore`.
         target_column: the column of numbers, or of lists of numbers, that becomes `label`; integers are classes.
             The store has no labels if its files lack `label`; a column of any other name must exist. Empty = no
             label is needed: one of another type is left out, and null labels are None.
@@ -70,8 +76,11 @@ class ParquetStore(FileStore["_Groups"]):
     ) -> None:
         super().__init__(address, image_column, target_column, cache_bytes)
 
-    def _open(self) -> _Groups:
-        return _Groups(self.address, *self._options)
+    def _open(self) -> _Groups | ListedFiles:
+        try:
+            return _Groups(self.address, *self._options)
+        except _OnlyPathsError as error:
+            return read_tables(self.address, *error.args, *self._options[:2])
 
     def forwards(self) -> ParquetStore:
         """Return the same store for a single pass from start to end, which keeps only one row group."""
@@ -137,48 +146,24 @@ class _Groups(TableColumns):
             for path, footer in zip(paths, footers, strict=True)
         ]
         schemas = [schema for _, schema, _ in parsed]
-        super().__init__(
-            list(zip(paths, schemas, strict=True)), image_column, target_column
-        )
         self._groups = [
             _Group(path, metadata, number, size)
             for path, (metadata, _, sizes) in zip(paths, parsed, strict=True)
             for number, size in enumerate(sizes)
             if size
         ]
+        if _has_only_paths(schemas[0], self._groups, image_column):
+            raise _OnlyPathsError(files)
+        super().__init__(
+            list(zip(paths, schemas, strict=True)), image_column, target_column
+        )
         self.fingerprint = _fingerprint_of(footers, image_column, target_column)
-        self._check_bytes(address, image_column)
         self.groups = np.cumsum(
             [0, *(group.num_rows for group in self._groups)], dtype=np.int64
         )
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], _Column] = OrderedDict()
         self._lock = threading.Lock()
-
-    def _check_bytes(self, address: str, image_column: str) -> None:
-        """Raise StoreError if, by the footers, images of Hugging Face's layout are only named, by their paths."""
-        if "image" not in self.leaves or not self._groups:
-            return
-        path_in_schema = self.stored_path("image")
-        for group in self._groups:
-            row_group = group.metadata.row_group(group.number)
-            columns = map(row_group.column, range(row_group.num_columns))
-            statistics = next(
-                column.statistics
-                for column in columns
-                if column.path_in_schema == path_in_schema
-            )
-            if (
-                statistics is None
-                or not statistics.has_null_count
-                or statistics.null_count < group.num_rows
-            ):
-                return
-        raise StoreError(
-            f"{address}, column {image_column!r} names its images by path, without their bytes, as to_parquet of "
-            "the datasets library writes a dataset of image files: call dataset.save_to_disk(FOLDER) first, and "
-            "then datasets.load_from_disk(FOLDER).to_parquet(FILE), which has the bytes"
-        )
 
     def __len__(self) -> int:
         return int(self.groups[-1])
@@ -274,6 +259,39 @@ class _Groups(TableColumns):
                 f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
         return {name: _Column(self.opened(name, table[stored[name]])) for name in names}
+
+
+def _has_only_paths(
+    schema: pa.Schema, groups: Sequence[_Group], image_column: str
+) -> bool:
+    """Return whether the image column has no images or, if there is none, no column could have them."""
+    if image_column not in schema.names:
+        return not any(is_bytes(kind) or kind.num_fields for kind in schema.types)
+    kind = schema.field(image_column).type
+    is_struct = pa.types.is_struct(kind)
+    return is_text(kind) or (is_struct and _are_only_named(groups, image_column))
+
+
+def _are_only_named(groups: Sequence[_Group], image_column: str) -> bool:
+    """Return whether, by the footers, images of Hugging Face's layout have paths, and no bytes."""
+    for group in groups:
+        row_group = group.metadata.row_group(group.number)
+        columns = map(row_group.column, range(row_group.num_columns))
+        statistics = next(
+            (
+                column.statistics
+                for column in columns
+                if column.path_in_schema == f"{image_column}.bytes"
+            ),
+            None,
+        )
+        if (
+            statistics is None
+            or not statistics.has_null_count
+            or statistics.null_count < group.num_rows
+        ):
+            return False
+    return bool(groups)
 
 
 def _fingerprint_of(

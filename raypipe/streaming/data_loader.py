@@ -13,7 +13,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,13 @@ from raypipe.plan.custom import Population
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.plan.places import Cursor
 from raypipe.progress import print_progress
-from raypipe.rayext.agreement import from_rank_zero, in_train_function
+from raypipe.rayext.agreement import from_rank_zero, processes
 from raypipe.section import check
-from raypipe.streaming.items import DatasetItems
+from raypipe.streaming.items import Collate, DatasetItems
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.recognized import recognized
+from raypipe.streaming.shares import share_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.process_state import process_kept, seed_process
 from raypipe.transform.reach import ReachedGenerators
@@ -95,11 +95,11 @@ class DataLoader:
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
@@ -130,7 +130,6 @@ class DataLoader:
             self.sampler = in_turn(dataset)
         self.batch_sampler = None
         self.collate_fn = collate_fn or data.default_collate
-        self.pin_memory = pin_memory
         self.worker_init_fn = worker_init_fn
         self.generator = generator
         self.prefetch_factor = _checked(
@@ -146,11 +145,11 @@ class DataLoader:
             # worker_init_fn is for other processes than this one
             head_start = -1 if worker_init_fn is None else 0
             self._pool = PoolConfig(max_actors=self.num_workers, head_start=head_start)
-        self._rank, self._world_size = _rank_and_world_size()
+        self._rank, self._world_size = share_of()[:2]
         self._start: Cursor | None = None
         self.spec = self._opened(collate_fn)
 
-    def _opened(self, collate_fn: Callable[[list[Any]], Any] | None) -> StreamSpec:
+    def _opened(self, collate_fn: Collate | None) -> StreamSpec:
         """Open the stream; a recognized dataset as a store and a transform."""
         plan = PlanConfig(
             epochs=_EPOCHS,
@@ -289,27 +288,12 @@ def _check_dataset(dataset: Any) -> None:
             "Dataset with __getitem__ and __len__"
         )
     kind = type(dataset)
-    if issubclass(kind, str | Path) or not hasattr(kind, "__getitem__"):
+    is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    if issubclass(kind, str) or not is_indexed:
         raise ConfigError(
-            f"raypipe.DataLoader takes a Dataset, not a {kind.__name__}: raypipe.open_stream opens an address or "
-            "a store"
+            f"raypipe.DataLoader takes a Dataset with __getitem__ and __len__, not a {kind.__name__}; "
+            "raypipe.open_stream opens addresses and stores"
         )
-    if not hasattr(kind, "__len__"):
-        raise ConfigError(
-            f"{kind.__name__} has no __len__, and the order of an epoch needs the number of its items: define it"
-        )
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank, and W."""
-    if in_train_function():
-        import ray.train
-
-        context = ray.train.get_context()
-        return context.get_world_rank(), context.get_world_size()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
 
 
 def _agreed_seed(
@@ -317,6 +301,11 @@ def _agreed_seed(
 ) -> int:
     """Return rank 0's seed, in [0, 2^64), with the seed that a DistributedSampler has."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
+    if world_size > 1 and processes() is None:
+        raise ConfigError(
+            f"a launcher started {world_size} processes, which have to agree on the seed: call "
+            "torch.distributed.init_process_group() before raypipe.DataLoader"
+        )
     if world_size > 1:
         seed = from_rank_zero(seed)
     own = getattr(sampler, "seed", 0)
@@ -335,24 +324,16 @@ def _order_of(sampler: Any, num_items: int, world_size: int) -> dict[str, Any]:
         return {"sampler": sampler}
     is_shared = kind is data.DistributedSampler
     num_ranks = getattr(sampler, "num_replicas", 1)
-    is_of_run = is_shared and num_ranks == world_size
-    if (
-        hasattr(sampler, "num_replicas")
-        and num_ranks + world_size > 2
-        and not is_of_run
-    ):
+    if num_ranks != (world_size if is_shared else 1):
         raise ConfigError(
             f"the {kind.__name__} has the order of one of {num_ranks} ranks, and raypipe.DataLoader shares one "
             f"order among all {world_size}: give a sampler of all items, or leave it out"
         )
-    if is_shared:
-        return {"shuffle": "global" if sampler.shuffle else "off"}
-    is_whole = getattr(sampler, "data_source", None) is not None
-    is_whole = is_whole and len(sampler) == len(sampler.data_source) == num_items
-    if kind is data.SequentialSampler and is_whole:
-        return {"shuffle": "off"}
-    if kind is data.RandomSampler and is_whole and not sampler.replacement:
-        return {"shuffle": "global"}
+    shuffles = {data.SequentialSampler: False, data.RandomSampler: True}
+    is_whole = kind in shuffles and len(sampler) == num_items
+    if is_shared or (is_whole and not getattr(sampler, "replacement", False)):
+        is_shuffled = sampler.shuffle if is_shared else shuffles[kind]
+        return {"shuffle": "global" if is_shuffled else "off"}
     # a new class, since a fingerprint holds no object, but its draws
     return {"sampler": type(kind.__name__, (ListedOrder,), {"given": sampler})}
 

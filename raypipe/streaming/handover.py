@@ -6,7 +6,6 @@ At every (re)start of the worker group the ranks read the cursor from the latest
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import ray
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from raypipe.config import AtLeast1, AugmentConfig, Seconds
 from raypipe.device.modules import PLAIN
@@ -21,7 +21,7 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.metrics.records import RunFolder, read_records
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
-from raypipe.rayext.agreement import in_train_function
+from raypipe.rayext.agreement import in_train_function, processes
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
@@ -37,6 +37,7 @@ from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saving.stateful import latest_of_train
+from raypipe.streaming.shares import Share, share_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.ending import Ending
 
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 # Kinds of the arguments of `loader`; a path becomes text.
 _KINDS: dict[str, Any] = {
     "spec": StreamSpec,
+    "rank": Annotated[int, Limits(0, MAX_INT)] | None,
+    "world_size": AtLeast1 | None,
+    "mesh": DeviceMesh | None,
     "max_actors": AtLeast1 | None,
     "cursor": Cursor | None,
     "augment": AugmentConfig | Callable | None,
@@ -65,6 +69,9 @@ _KINDS: dict[str, Any] = {
 def loader(
     spec: StreamSpec,
     *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    mesh: DeviceMesh | None = None,
     max_actors: int | None = None,
     device: torch.device | str | None = None,
     cursor: Cursor | None = None,
@@ -82,11 +89,18 @@ def loader(
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
 
-    Without Ray Train, one process gets the whole stream, and connects to Ray as `connect` does. Several
-    processes of torch.distributed, as with torchrun, each get a share, which needs pool.engine "inline".
+    Without Ray Train, one process gets the whole stream, and connects to Ray as `connect` does. Several processes
+    of torch.distributed, torchrun or `accelerate launch` get a share each, and make it by a pool each, on one
+    local cluster of their machine.
 
     Args:
         spec: the stream.
+        rank, world_size: this process's share, the micro-batches m of each step with m mod W = rank; None = as Ray
+            Train, torch.distributed or the launcher's RANK and WORLD_SIZE have them. With `world_size=1` the
+            process gets everything.
+        mesh: a mesh of devices whose data-parallel axes say so instead: those named dp, ddp, fsdp, data,
+            data_parallel, batch, dp_replicate, dp_shard, replicate or shard. Processes that differ only in other
+            axes get the same batches.
         max_actors: transform actors that the pool may grow to; None = as many as the cluster has room for now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
         cursor: start of the stream; None = the latest checkpoint's place, see `Loader.report`, `checkpoint` and
@@ -114,8 +128,8 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint,
-            torchrun's process group was not started, or log_digest has no folder to write to.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, the mesh
+            has no data-parallel axis, or log_digest has no folder to write to.
         ResourceError: there are no CPUs for the pool.
     """
     arguments = dict(locals())
@@ -125,25 +139,23 @@ def loader(
     if trace_address:
         spec = replace(spec, traces=True)
     in_train = in_train_function()
-    rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
-    if spec.resident is not None:
-        rank, world_size = spec.resident.share(rank, world_size)
-    spec.plan.check_workers(world_size)
+    share = share_of(checked["rank"], checked["world_size"], mesh)
+    spec.plan.check_workers(share.world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, in_train)
     augmented = _augment_config(augment, spec.endings.get("train"))
     digest_log = None
     if log_digest:
         record = settings_record(spec, augmented, dtype)
-        digest_log = DigestLog(run.folder, record, rank, world_size, device)
+        log = DigestLog(run.folder, record, share.rank, share.world_size, device)
+        digest_log = log if share.is_first else None
     try:
         start = _start_of(
             cursor,
             checked["start_from"],
             run.checkpoints,
             spec.plan.check,
-            rank,
-            world_size,
+            *(processes() or (0, 1)),
         )
     except CursorError as error:
         changed = changed_since(checked["run_dir"] or checked["start_from"], spec)
@@ -151,13 +163,14 @@ def loader(
     if cursor is None and start:
         cursor = _place_of(start)
     is_apart = device.type == "cuda"
-    source = _source_of(spec, rank, world_size, in_train, max_actors, is_apart)
+    source = _source_of(spec, share, in_train, max_actors, is_apart)
     return Loader(
         spec,
         source.open_at,
-        rank,
-        world_size,
+        share.rank,
+        share.world_size,
         device,
+        process=share.process,
         pool=source.pool,
         draws_globally=source.draws_globally,
         cursor=cursor,
@@ -233,13 +246,14 @@ class _Source(NamedTuple):
 
 def _source_of(
     spec: StreamSpec,
-    rank: int,
-    world_size: int,
+    share: Share,
     in_train: bool,
     max_actors: int | None,
     apart: bool,
 ) -> _Source:
     """The stream of a rank, made on a device, in this process, or by Ray; see `RayStreams`."""
+    rank, world_size = share[:2]
+    siblings = 1
     if spec.resident is not None:
         return _Source(functools.partial(spec.resident.open, rank, world_size))
     if spec.pool.engine == "inline":
@@ -250,7 +264,14 @@ def _source_of(
         return _Source(open_at, draws_globally=maker.draws_globally)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
 
-    streams = RayStreams(spec, rank, world_size, in_train, max_actors, apart)
+    if share.is_given or not in_train:
+        # each process has an execution
+        spec = replace(spec, share=(rank, world_size))
+        rank = 0
+        world_size = 1
+        in_train = False
+        siblings = share.num_processes
+    streams = RayStreams(spec, rank, world_size, in_train, max_actors, apart, siblings)
     return _Source(streams.open, streams)
 
 
@@ -319,32 +340,6 @@ def _augment_config(
     if ending and ending.normalizes:
         return AugmentConfig(module=augment)
     return replace(PLAIN, module=augment)
-
-
-def _rank_and_world_size(in_train: bool, engine: str) -> tuple[int, int]:
-    """This process's rank, and W: those of Ray Train, or of torch.distributed.
-
-    Raises:
-        ConfigError: several processes cannot share the stream, or do not know of each other.
-    """
-    if in_train:
-        context = ray.train.get_context()
-        return context.get_world_rank(), context.get_world_size()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world_size = torch.distributed.get_world_size()
-        if world_size > 1 and engine != "inline":
-            raise ConfigError(
-                f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
-                "a TorchTrainer, or let each make its own share (pool.engine=inline)"
-            )
-        return torch.distributed.get_rank(), world_size
-    num_processes = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and num_processes != "1":
-        raise ConfigError(
-            f"a launcher started {num_processes} processes, and each would get the whole stream: call "
-            "torch.distributed.init_process_group() before raypipe.loader, for the share of its rank"
-        )
-    return 0, 1
 
 
 def _folder_of_train() -> RunFolder | None:

@@ -32,6 +32,7 @@ class Pool(Protocol):
         supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
         actors: the most that there may be, as far as this rank knows; 0 = it does not.
         num_readers: readers at one time; 0 = the actors read the store.
+        is_shared: whether other ranks take their shares from the same execution.
         has_begun: whether one of them has started, or they have nothing to make.
         on_start: called once they start, maybe by another thread.
     """
@@ -43,6 +44,9 @@ class Pool(Protocol):
 
     @property
     def actors(self) -> int: ...
+
+    @property
+    def is_shared(self) -> bool: ...
 
     @property
     def has_begun(self) -> bool: ...

@@ -41,7 +41,7 @@ from raypipe.plan.places import (
     TrainStep,
 )
 from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.agreement import Agreement, in_train_function
+from raypipe.rayext.agreement import Agreement, in_train_function, processes
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.section import check
 from raypipe.storage.files import write_text
@@ -105,8 +105,8 @@ class Loader(Unlike, instead=_INSTEAD):
 
     Attributes:
         plan: the run's plan.
-        rank: this process's rank.
-        world_size: W, the number of ranks.
+        rank: number of this process's share; with a mesh, several processes have one.
+        world_size: W, the number of shares.
         device: where batches are.
         keep_batches: batches that stay valid besides the newest.
         augment: the augmentation on the device; None = there is none.
@@ -125,6 +125,7 @@ class Loader(Unlike, instead=_INSTEAD):
         world_size: int = 1,
         device: torch.device | None = None,
         *,
+        process: int | None = None,
         pool: Pool | None = None,
         draws_globally: bool = False,
         cursor: Cursor | None = None,
@@ -143,6 +144,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         Args:
             open_at: the stream in host memory.
+            process: number of this process in its run, of which several may have a rank; None = the rank.
             pool: the actors that make it; None = this process does.
             draws_globally: whether the thread that asks for a batch makes it, from the process's generators.
             cursor: the place where it starts; None = the run's beginning.
@@ -153,7 +155,8 @@ class Loader(Unlike, instead=_INSTEAD):
             digest_log: this rank's record of hashes; None = none is written.
             device, augment, dtype, prefetch_factor, keep_batches, trace, trace_s: see `raypipe.loader`.
         """
-        configure_logs(spec.log_format, run=spec.run, rank=rank)
+        self._process = rank if process is None else process
+        configure_logs(spec.log_format, run=spec.run, rank=self._process)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         self.rank = rank
@@ -168,7 +171,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._folder = folder
         self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
-            augment, self.device, dtype, spec.device_input, tells=rank == 0
+            augment, self.device, dtype, spec.device_input, tells=self._process == 0
         )
         self._has_told_label = False
         self._digest_log = digest_log
@@ -180,7 +183,6 @@ class Loader(Unlike, instead=_INSTEAD):
         self._stream.lifetime.close_with(self)
         self.notice = Notice()
         self.stopping = False
-        self._agreement = Agreement(rank, world_size)
         self._ended_split = False  # whether the last batch did
         # The loop over the epochs that runs; None = none.
         self._loop: object | None = None
@@ -221,7 +223,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._spec.run,
             self.plan,
             self.device,
-            self.rank,
+            self._process,
             self.world_size,
             self._device_stage.config,
             self._folder,
@@ -229,7 +231,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if self._digest_log:
             metrics.observers.insert(0, self._digest_log)
         if trace:
-            metrics.trace(trace, trace_s, self._spec.run, self.rank)
+            metrics.trace(trace, trace_s, self._spec.run, self._process)
         if self._folder:
             metrics.run_log.obey(self._folder)
         return metrics
@@ -253,7 +255,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def _begin(self) -> None:
         """Start the stream at the loader's place."""
         start = self._progress.start
-        if self.rank == 0 and self._progress.is_at_end:
+        if self._process == 0 and self._progress.is_at_end:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
@@ -311,6 +313,11 @@ class Loader(Unlike, instead=_INSTEAD):
             return
         with contextlib.suppress(Exception):  # must not hide the original error
             self.close()
+
+    @functools.cached_property
+    def _agreement(self) -> Agreement:
+        """The agreement of the run's processes, which may know of each other only after the loader was made."""
+        return Agreement(*(processes() or (0, 1)))
 
     def _next_epoch(self) -> Epoch | None:
         """Leave the epoch that was handed out last, and hand out the next; None = there is none."""
@@ -532,7 +539,7 @@ class Loader(Unlike, instead=_INSTEAD):
         with self.metrics.saving(
             lambda: "Ray Train writes it, or other ranks have not reported yet"
         ):
-            report(metrics, parts, self.rank, self.place, self._described())
+            report(metrics, parts, self._process, self.place, self._described())
         self._start = None  # Ray Train has a newer one
         self._note_report(metrics)
 
@@ -561,7 +568,7 @@ class Loader(Unlike, instead=_INSTEAD):
         numbers = as_plain_numbers(metrics or {})
         with self.metrics.saving(self._name_awaited):
             state = states_of(parts)
-            if self.rank == 0:
+            if self._process == 0:
                 self._write(self._checkpoints, state, numbers)
             if in_train_function():
                 import ray.train
@@ -614,7 +621,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _note_report(self, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a checkpoint, unless the loop records its own."""
-        if self._lacks_weights and self.rank == 0:
+        if self._lacks_weights and self._process == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
                 "states yourself, new weights are trained from the middle of the run on"

@@ -4,17 +4,17 @@ function, where a store's samples are read and transformed."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.importing import loaded_module
 from raypipe.plan.places import Split
 from raypipe.stores.indexed import IndexStore
 from raypipe.streaming.items import DatasetItems
-from raypipe.streaming.planning import make_plan
+from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.transform.columns import SampleColumns
 
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
@@ -54,7 +54,7 @@ def items_of(dataset: Any, argument: str, collate: Any) -> DatasetItems:
 
 
 def _is_iterable(dataset: Any) -> bool:
-    torch_data: Any = sys.modules.get("torch.utils.data")
+    torch_data = loaded_module("torch.utils.data")
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
@@ -64,20 +64,39 @@ def open_items(
     collate_fn: Any,
     plan: PlanConfig,
     transform: TransformConfig,
+    exclude: PerSource,
+    take: str | Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the parts of a `StreamSpec` that Datasets decide, by name.
 
     Raises:
         ConfigError: a Dataset cannot be read by index, or sent to the actors; or a setting is for stores.
     """
+    _check_transform(transform)
     items: dict[Split, DatasetItems] = {"train": items_of(train, "train", collate_fn)}
-    if val is not None and plan.val_interval:
+    stores: dict[Split, IndexStore] = {"train": _store_of(items["train"])}
+    if val is None and "val" in take:
+        # a part of it
+        items["val"] = items["train"]
+        stores["val"] = stores["train"]
+    elif val is not None and plan.val_interval:
         items["val"] = items_of(val, "val", collate_fn)
         items["train"].share_with(items["val"])
-    _check_transform(transform)
-    stores = {split: _store_of(of_split) for split, of_split in items.items()}
+        stores["val"] = _store_of(items["val"])
+    selections, val_selection = select(
+        stores["train"], stores.get("val"), exclude, "", take
+    )
+    laid_out = make_plan(
+        plan,
+        stores["train"],
+        stores.get("val"),
+        selections=selections,
+        val_selection=val_selection,
+    )
+    if take and val_selection:
+        laid_out = laid_out.bound_to({"val": val_selection.signature()})
     return {
-        "plan": make_plan(plan, stores["train"], stores.get("val")),
+        "plan": laid_out,
         "stores": stores,
         "transforms": items,
         "columns": SampleColumns(reads_class=False),

@@ -55,7 +55,6 @@ _Section = TypeVar("_Section")
 _FOR_STORES: Mapping[str, Any] = {
     "train_transform": "",
     "val_transform": "",
-    "exclude": "",
     "filter": "",
     "image_column": "image",
     "target_column": "label",
@@ -135,7 +134,7 @@ def open_stream(
     arguments |= {"plan": plan, "transform": transform}
     if is_dataset(train):
         check_arguments(arguments, _FOR_STORES)
-        parts = open_items(train, val, collate_fn, plan, transform)
+        parts = open_items(train, val, collate_fn, plan, transform, exclude, take)
         return StreamSpec(
             transform=transform,
             pool=pool,
@@ -242,7 +241,8 @@ def _check_classes(train: Store, val: Store) -> None:
         raise ConfigError(
             f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
             "names or in another order, so their labels mean different things: convert both with the same classes "
-            "(raypipe convert --classes A,B), or give a folder an empty folder for each class that it lacks"
+            "(raypipe convert --classes A,B), give a folder an empty folder for each class that it lacks, or list "
+            "all names in order in classes.txt next to a table"
         )
 
 

@@ -121,6 +121,7 @@ def block_dataset(
         supervisor,
         spec.wanted,
         ranks=world_size,
+        share=spec.share,
         block=pool.micro_batches_per_block,
         largest=largest,
         max_bytes=max_bytes,
@@ -201,7 +202,7 @@ def splits(
         ConfigError: W does not divide M.
     """
     spec.plan.check_workers(world_size)
-    if spec.plan.num_micro_batches(start) <= num_first:
+    if spec.plan.num_micro_batches(start) // spec.share[1] <= num_first:
         nothing: Any = Ended()
         return [nothing] * world_size
     check_pickles(spec)

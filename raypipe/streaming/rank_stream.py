@@ -206,7 +206,7 @@ class RankStream:
             try:
                 batch = self._take()
             except HeadStartLostError as lost:
-                if self._world_size > 1:  # the others go on
+                if self._is_shared:  # the others go on
                     raise lost.error from None
                 self.lifetime.end(MOVED)
                 continue
@@ -244,7 +244,7 @@ class RankStream:
     @property
     def _is_shared(self) -> bool:
         """True if other ranks have shares of the same execution."""
-        return self._world_size > 1 and self._pool is not None
+        return self._pool is not None and self._pool.is_shared
 
     def _tell_of_validation(self, position: MicroBatchId | None) -> None:
         """Tell the Supervisor of a validation that this rank takes, or leaves out; None = it goes to the end."""

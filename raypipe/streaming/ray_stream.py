@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from raypipe.background import in_background
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
-from raypipe.rayext.cluster import keep_sigterm
+from raypipe.rayext.cluster import LOCAL_SIZE, keep_sigterm
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.placement import remember_group
@@ -70,6 +71,7 @@ class RayStreams:
         in_train: whether Ray Train has started the ranks.
         max_actors: most actors of the pool; None = as many as there is room for at the first start.
         apart: whether the execution of a single rank runs in an actor, too.
+        siblings: processes of the run that have an execution each, and equal parts of the CPUs.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RayStreams:
         in_train: bool,
         max_actors: int | None,
         apart: bool,
+        siblings: int = 1,
     ) -> None:
         self._spec = spec
         self._rank = rank
@@ -88,6 +91,7 @@ class RayStreams:
         # Once it is known, it stays: a stream that starts again gets the CPUs that it had.
         self._max_actors = max_actors
         self._apart = apart
+        self._siblings = siblings
         self._has_started = False
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
@@ -105,6 +109,11 @@ class RayStreams:
     def actors(self) -> int:
         """The most actors of the pool; 0 = this rank does not know yet."""
         return self._max_actors or 0
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks take their shares from the same execution."""
+        return self._world_size > 1
 
     @property
     def has_begun(self) -> bool:
@@ -132,7 +141,7 @@ class RayStreams:
                 place,
                 self._rank,
                 self._world_size,
-                threads_of_rank(self._in_train),
+                threads_of_rank(self._in_train or self._siblings > 1),
                 self._marks,
                 self._apart,
             )
@@ -235,7 +244,7 @@ class RayStreams:
         spec = self._spec
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
-        stream.connect()
+        stream.connect(self._siblings > 1)
         stream.on_end.append(ask_for_room(settings))
         # a driver may also call its train function
         if self._in_train and self._max_actors is None and is_ray_worker():
@@ -246,6 +255,8 @@ class RayStreams:
             make_room(settings.least_actors * settings.cpus_per_actor)
         if self._max_actors is None:
             self._max_actors = preflight(settings).max_actors
+            if self._siblings > 1:
+                self._max_actors = min(self._max_actors, self._fair_share())
         stream.check()
         if stream.supervisor is None:
             stream.supervisor = start_supervisor(spec.run, spec.log_format)
@@ -266,6 +277,15 @@ class RayStreams:
             num_first=num_first * self._world_size,
             ranks_folder=stream.memory.folder,
         )
+
+    def _fair_share(self) -> int:
+        """Return the actors that there is room for if each process of the run has as many."""
+        num_pools = self._siblings
+        if is_local():
+            num_pools = min(num_pools, int(os.environ.get(LOCAL_SIZE, num_pools)))
+        pool = self._spec.pool
+        cpus = cluster_resources().cpus / num_pools
+        return max(pool.least_actors, int(cpus / pool.cpus_per_actor))
 
     def _broadcast(self, opening: _Opening) -> _Opening:
         """Return rank 0's message on all ranks, which call this.

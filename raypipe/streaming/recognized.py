@@ -11,8 +11,8 @@ makes its items itself.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import cv2
@@ -65,35 +65,28 @@ class Recognized(NamedTuple):
 def recognized(dataset: Any) -> Recognized | None:
     """Return the store and the transform that make a Dataset's items; None = it is not known to."""
     transform = getattr(dataset, "transform", None)
-    is_known = callable(transform) and "torchvision" in sys.modules
-    if not is_known or getattr(dataset, "target_transform", None) is not None:
+    if getattr(dataset, "target_transform", None) is not None:
         return None
-    if transform_kind(transform) not in ("pil", "torchvision"):
-        return None
-    steps = list(flat(transform))
-    num_last = len(list(_last(steps)))
-    first = shortened(transform, len(steps) - num_last)
     with contextlib.suppress(RaypipeError):
+        if transform_kind(transform) not in ("pil", "torchvision"):
+            return None
         store = _store_of(dataset)
-        if store is None:
+        if store is None or len(store) != len(dataset):
             return None
+        steps = list(flat(transform))
+        num_first = len(steps) - len(list(takewhile(_is_last, reversed(steps))))
+        first = shortened(transform, num_first)
         is_gray = isinstance(store, MemoryStore) and dataset.data.ndim == 3
-        if is_gray and first is not None:  # arrays of one channel are no PIL images
-            return None
         config = TransformConfig(decode="array" if is_gray else "cpu")
-        last = steps[len(steps) - num_last :]
-        found = Recognized(store, _for_pillow(first), last, config)
-        if _are_equal(dataset, found):
+        found = Recognized(store, _for_pillow(first), steps[num_first:], config)
+        # an array of one channel becomes no PIL image
+        if not (is_gray and num_first) and _are_equal(dataset, found):
             return found
     return None
 
 
-def _last(steps: Sequence[Any]) -> Iterator[Any]:
-    """Yield the steps at the end that work pixel by pixel, from the last one on."""
-    for step in reversed(steps):
-        if type(step).__name__ not in _LAST or package_of(step) != "torchvision":
-            return
-        yield step
+def _is_last(step: Any) -> bool:
+    return type(step).__name__ in _LAST and package_of(step) == "torchvision"
 
 
 def _for_pillow(pipeline: Any) -> Any:
@@ -107,19 +100,15 @@ def _for_pillow(pipeline: Any) -> Any:
 
 def _store_of(dataset: Any) -> Store | None:
     """Return the store that has the samples of a Dataset, under the same indices; None = there is none."""
-    from torchvision import datasets, get_image_backend
+    from torchvision import datasets
 
     makes_item = type(dataset).__getitem__
-    size = type(dataset).__len__
-    for kind in (datasets.CIFAR10, datasets.MNIST):
-        if makes_item is kind.__getitem__ and size is kind.__len__:
-            images = list(map(_png, np.asarray(dataset.data)))
-            return MemoryStore(images, np.asarray(dataset.targets), dataset.classes)
-    is_folder = makes_item is datasets.DatasetFolder.__getitem__
-    is_folder = is_folder and size is datasets.DatasetFolder.__len__
+    if makes_item in (datasets.CIFAR10.__getitem__, datasets.MNIST.__getitem__):
+        images = list(map(_png, np.asarray(dataset.data)))
+        return MemoryStore(images, np.asarray(dataset.targets), dataset.classes)
     loads = getattr(dataset, "loader", None)
-    is_pillow = loads in (datasets.folder.default_loader, datasets.folder.pil_loader)
-    if not (is_folder and is_pillow and get_image_backend() == "PIL"):
+    is_folder = makes_item is datasets.DatasetFolder.__getitem__
+    if not is_folder or loads is not datasets.folder.default_loader:
         return None
     root = str(dataset.root)
     store = FolderStore(root, "folder")
@@ -151,7 +140,6 @@ def _are_equal(dataset: Any, found: Recognized) -> bool:
                 seed_process(*key)
                 item, _ = dataset[index]
                 is_equal = pixels.dtype == torch.uint8 and ours.equal(item)
-                is_equal &= ours.dtype == item.dtype
             except Exception:  # the Dataset raises it, too
                 return False
             if not is_equal:

@@ -133,10 +133,12 @@ def resident(
         filter=filter,
     )
     passes = {"train": opened_once(sides), "val": spec}
-    images = ResidentImages(spec, passes, device, (rank, world_size), log_digest)
+    images = ResidentImages(spec, passes, device, log_digest)
     return Resident(
         raypipe.loader(
             replace(spec, resident=images),
+            rank=rank,
+            world_size=world_size,
             device=device,
             augment=augment,
             dtype=dtype,
@@ -283,7 +285,6 @@ class ResidentImages:
         spec: the stream, whose transforms resize whole images to one size, and then only move pixels.
         passes: a stream for each split, whose validation has all of its samples once.
         device: where they stay.
-        share: this process's rank, and W; None = as the loader finds them.
         is_hashed: micro-batches come with the stored images, over which a stream has its hash.
 
     Attributes:
@@ -295,12 +296,10 @@ class ResidentImages:
         spec: StreamSpec,
         passes: Mapping[str, StreamSpec],
         device: torch.device | str,
-        share: tuple[int | None, int | None],
         is_hashed: bool,
     ) -> None:
         self._spec = spec
         self._device = device = numbered(device)
-        self._rank, self._world_size = share
         self._is_hashed = is_hashed
         self._backend: Any = torch.get_device_module(device)
         self._stream = new_stream(device)
@@ -308,11 +307,6 @@ class ResidentImages:
             split: _Split(spec, split, passes[split], device) for split in spec.stores
         }
         self._backend.synchronize(device)
-
-    def share(self, rank: int, world_size: int) -> tuple[int, int]:
-        """This process's rank, and W, where the loader has found these."""
-        rank = rank if self._rank is None else self._rank
-        return rank, self._world_size or world_size
 
     def open(
         self, rank: int, world_size: int, start: MicroBatchId

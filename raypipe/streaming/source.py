@@ -52,6 +52,7 @@ class MicroBatchSource(Datasource):
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, to which readers report their start; None = no report.
         ranks: number of ranks that get the rows in turn.
+        share: (rank, W), the share of the schedule that it has, see `StreamSpec`.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         max_bytes_remembered: bytes of a block of a split that is remembered.
@@ -70,6 +71,7 @@ class MicroBatchSource(Datasource):
         wanted: Wanted = Wanted(),  # noqa: B008
         *,
         ranks: int = 1,
+        share: tuple[int, int] = (0, 1),
         block: int = 1,
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
@@ -86,13 +88,15 @@ class MicroBatchSource(Datasource):
         self._supervisor = supervisor
         self._wanted = wanted
         self._ranks = ranks
+        self._share = share
         self._block = block
         self._largest = largest
         self._max_bytes = max_bytes, max_bytes_remembered
         self._run = run
         self._num_first = num_first
         self._traces = traces
-        self._tasks = tasks(plan.num_micro_batches(start) - num_first, ranks)
+        num = plan.num_micro_batches(start) // share[1]
+        self._tasks = tasks(num - num_first, ranks)
 
     @property
     def num_tasks(self) -> int:
@@ -125,8 +129,11 @@ class MicroBatchSource(Datasource):
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         is_first_task = first == 0
-        first += self._num_first
-        places = itertools.islice(self._plan.micro_batches(self._start, first), count)
+        rank, every = self._share
+        first = (first + self._num_first) * every + rank
+        places = itertools.islice(
+            self._plan.micro_batches(self._start, first), 0, count * every, every
+        )
         position = next(places, None)
         if position is None:
             return

@@ -55,6 +55,7 @@ class StreamSpec(
         store_facts: facts about the store of each split, see `raypipe.stores.facts`.
         opened: the arguments that it was opened with, see `raypipe.streaming.record.opened`.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
+        share: (rank, W), the share of it that a pool makes: the micro-batches m of each step with m mod W = rank.
         resident: its images on the device, see `raypipe.streaming.resident`; None = they are made as they come.
     """
 
@@ -72,6 +73,7 @@ class StreamSpec(
     store_facts: dict[Split, Any] = field(default_factory=dict, repr=False)
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     traces: bool = field(default=False, repr=False)
+    share: tuple[int, int] = field(default=(0, 1), repr=False)
     resident: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.importing import loaded_module
 from raypipe.transform.reach import is_generator, is_own_code
 
 _DIGEST_BYTES = 16
@@ -78,7 +79,7 @@ class _Hasher(pickle.Pickler):
         return self._part.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
     def _tensor(self, value: Any) -> Any:
-        torch: Any = sys.modules.get("torch")
+        torch = loaded_module("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
         if value.device.type != "cpu":

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.importing import loaded_module
 from raypipe.transform.block_memory import reused_memory
 from raypipe.transform.fields import Field, Ragged
 
@@ -98,7 +98,7 @@ class _Values:
         self.tensors = list[np.ndarray]()
         self.arrays = list[np.ndarray]()
         self.has_objects = False
-        self._torch: Any = sys.modules.get("torch")
+        self._torch = loaded_module("torch")
 
     def take(self, value: Any) -> Any:
         """Take a tensor, an array or a script's class; return what stands for it, None for other values."""

@@ -30,6 +30,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming import handover, plain
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.plain import counted_target
+from raypipe.streaming.shares import Share
 from raypipe.streaming.spec import StreamSpec
 
 EPOCHS = 2
@@ -384,7 +385,7 @@ def test_more_epochs_than_the_plan_has_are_refused(loop: Loop, tmp_path: Path) -
 def test_workers_that_do_not_divide_a_step_are_refused(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "_rank_and_world_size", lambda *_: (0, 3))
+    monkeypatch.setattr(handover, "share_of", lambda *_: Share(0, 3, 0, 3))
     with pytest.raises(
         ConfigError, match=r"3 workers cannot share the 4 micro-batches .* elastic"
     ):

@@ -3,8 +3,10 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import threading
 import traceback
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -29,6 +31,7 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.storage.retrying_filesystem import upload
 from raypipe.stores import open_store
+from raypipe.stores.image_files import read_files
 
 
 @pytest.fixture(autouse=True)
@@ -456,3 +459,52 @@ def test_a_file_that_cannot_be_uploaded_is_an_error(
     filesystem, path = open_filesystem(f"{bucket}-gone/file")
     with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
         upload(str(tmp_path / "file"), filesystem, path)
+
+
+# Web servers
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """Answers with the status that a path names, and with its size unless this has `stream`."""
+
+    def do_GET(self) -> None:
+        content = b"" if self.command == "HEAD" else b"content"
+        self.send_response(int(self.path.rpartition("/")[2]))
+        if "stream" not in self.path:
+            self.send_header("Content-Length", "7")
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("200", b"content"), ("stream/200", b"content"), ("404", None), ("403", None)],
+)
+def test_a_web_server_says_what_exists(path: str, found: bytes | None) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/{path}"
+        assert read_files([address]) == [found]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("path", ["500", "429", "200"])
+def test_a_web_server_that_fails_is_an_outage(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        address = f"http://127.0.0.1:{server.server_port}/{path}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        if path == "200":  # nobody answers any more
+            server.shutdown()
+            server.server_close()
+        with pytest.raises(OutageError, match=rf"^{address} was unavailable"):
+            read_files([address])
+        server.shutdown()

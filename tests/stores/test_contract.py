@@ -124,6 +124,15 @@ def make_folder(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder)
 
 
+def make_table(folder: Path, images: list[bytes]) -> Store:
+    rows = ["path,label"]
+    for number, (image, label) in enumerate(zip(images, LABELS, strict=True)):
+        (folder / f"{number:03d}.png").write_bytes(image)
+        rows.append(f"{number:03d}.png,{CLASSES[label]}")
+    (folder / "data.csv").write_text("\n".join(rows))
+    return open_store(folder / "data.csv")
+
+
 def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
     pairs = zip(images[start:end], LABELS[start:end], strict=True)
     samples = ({"png": image, "cls": b"%d" % label} for image, label in pairs)
@@ -165,6 +174,7 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "parquet": make_parquet,
     "parquet_hf": make_parquet_hf,
     "folder": make_folder,
+    "table": make_table,
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
     "simple": make_simple,
@@ -244,6 +254,7 @@ def test_columns_and_classes(store: Store, kind: str) -> None:
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),
+        *(["path"] if kind == "table" else []),
         *(["name"] if kind != "simple" else []),
     )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
@@ -259,6 +270,7 @@ NAMES = {
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
+    "table": "/009.png",
     "webdataset": "/data.tar, 000009",
     "webdataset_shards": "/00002.tar, 000009",
 }
@@ -365,6 +377,8 @@ def test_a_node_with_other_contents_is_found_out(
     MAKERS[kind](tmp_path, [image + b"more" for image in IMAGES])
     if kind == "folder":  # of which the paths are compared, and no sizes
         (tmp_path / "ant" / "000.PNG").rename(tmp_path / "ant" / "00.PNG")
+    if kind == "table":
+        (tmp_path / "data.csv").write_text("path,label" + "\nother.png,ant" * 10)
     assert len(pickle.loads(sent[0])) == 10
     with pytest.raises(
         StoreError, match=r"has other contents on this machine \(.+\), or by now"

@@ -37,6 +37,11 @@ def folder(root: Path) -> Store:
     return open_store(root)
 
 
+def table(root: Path) -> Store:
+    (root / "a.csv").write_text("\n".join(["path", *PATHS]))
+    return open_store(root / "a.csv")
+
+
 def webdataset(root: Path) -> Store:
     tar_of(root / "0.tar", "k0.png", "k0.cls", f"x/{LONG}.png", f"x/{LONG}.cls")
     tar_of(root / "1.tar", "k1.png", "k1.cls")
@@ -67,6 +72,7 @@ def foreign(root: Path) -> Store:
 
 STORES: dict[str, tuple[Callable[[Path], Store], list[str]]] = {
     "folder": (folder, PATHS),
+    "table": (table, PATHS),
     "tar of a folder": (
         lambda root: open_store(tar_of(root / "a.tar", *PATHS)),
         PATHS,

@@ -190,8 +190,8 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         (
-            {"image": pa.array(["a"]), "label": pa.array([0])},
-            r"'image' has type string; images must be bytes \(binary",
+            {"image": pa.array([1]), "label": pa.array([0])},
+            r"'image' has type int64; images must be bytes \(binary",
         ),
         ({"image": pa.array([[1]]), "label": pa.array([0])}, "'image' has type list"),
         (

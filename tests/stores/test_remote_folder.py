@@ -15,7 +15,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.retries import NUM_REQUESTS
 from raypipe.stores import folder as folder_module
-from raypipe.stores import open_store
+from raypipe.stores import image_files, open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.memory_tree import MemoryTree, TreeFile
@@ -204,7 +204,7 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
     write(tmp_path / "root", f"{bucket}/train")
     store = open_store(f"{bucket}/train")
     sizes = [len(image) for image in store.read(np.arange(9))["image"]]
-    monkeypatch.setattr(folder_module, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
+    monkeypatch.setattr(image_files, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
     before = proxy.requests["GET"]
     found = store.read(np.arange(9))["image"]
     assert [image is None for image in found] == [

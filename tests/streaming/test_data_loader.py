@@ -88,8 +88,8 @@ def test_arguments_have_the_names_order_and_defaults_of_torchs() -> None:
         (Numbers(), {"num_workers": -1}, "num_workers must be a whole number"),
         (Numbers(), {"sampler": [0], "shuffle": True}, "leave one out"),
         (Stream(), {}, "Stream is an IterableDataset.*raypipe.convert"),
-        ("train.lmdb", {}, "a Dataset, not a str: raypipe.open_stream opens"),
-        (Endless(), {}, "Endless has no __len__"),
+        ("train.lmdb", {}, "not a str; raypipe.open_stream opens"),
+        (Endless(), {}, "with __getitem__ and __len__, not a Endless"),
     ],
 )
 def test_what_cannot_be_met_is_one_error_with_a_remedy(
@@ -298,6 +298,15 @@ def test_samplers_of_one_rank_are_refused_among_several(ranks: Ranks) -> None:
         loader_of(sampler=data.DistributedSampler(Numbers(), 3, 1))
     shares = loader_of(sampler=data.DistributedSampler(Numbers(), shuffle=False))
     assert taken(shares)[0] == [4, 5, 6, 7]
+
+
+def test_processes_of_a_launcher_agree_on_the_seed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes.*init_process_group"):
+        loader_of()
 
 
 # The place

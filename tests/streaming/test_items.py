@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,6 +125,18 @@ def test_a_validation_has_each_sample_once() -> None:
     nests = [batch.collated for batch in validation]
     indices = [nest[1]["index"] for nest in nests if nest is not None]
     assert torch.cat(indices).tolist() == list(range(11))
+
+
+def test_a_share_of_a_dataset_is_held_out_for_its_validation(tmp_path: Path) -> None:
+    bad = {"fingerprint": stream(Told()).stores["train"].fingerprint}
+    exclude = tmp_path / "bad.json"
+    exclude.write_text(json.dumps(bad | {"bad": [{"index": 3}]}))
+    spec = stream(Told(), take={"val": "25%"}, exclude=exclude)
+    trained = {index for batch in batches(spec) for index in batch.index}
+    nests = [batch.collated for batch in batches(spec, "val")]
+    held_out = {int(row[0]) for nest in nests if nest is not None for row in nest}
+    assert trained and held_out and not trained & held_out
+    assert len(held_out | {3}) >= 10 and 3 not in trained | held_out
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_ranks_share_an_epoch_and_a_resume_is_its_rest(world_size: int) -> None:
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[at].image, batch.image) for at, batch in whole.items())
     with pytest.raises(ConfigError, match=r"use 1, 2 workers"):
-        resident(store_of(), plan=PLAN, world_size=3)
+        resident(store_of(), plan=PLAN, rank=0, world_size=3)
     with pytest.raises(
         ConfigError, match=r"epoch 3, step 0 is not in a plan of 3 epochs of 4 steps"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,8 @@ def store_of(kind: str, folder: Path) -> Path:
 
     Args:
         kind: "lmdb", as raypipe writes it; one of LMDBS, as others do; "parquet", "hugging face", "many parquet",
-            "tar", "tar.gz", "hdf5" or "zip"; "rare": 4 of one class, and 44 of another; "boxes": 16 images of
+            "tar", "tar.gz", "hdf5" or "zip"; "csv", "tsv", "jsonl" or "paths" in Parquet, which name the images;
+            "rare": 4 of one class, and 44 of another; "boxes": 16 images of
             32 x 16, the right half of which is the mask and the one box.
     """
     path = folder / f"train.{kind}"
@@ -65,6 +67,8 @@ def store_of(kind: str, folder: Path) -> Path:
         return _hdf5(path)
     if kind == "zip":
         return _zip(path)
+    if kind in ("csv", "tsv", "jsonl", "paths"):
+        return _table(kind, path)
     encoded: list[Any] = images()
     if kind == "hugging face":
         encoded = [{"bytes": image, "path": None} for image in encoded]
@@ -126,6 +130,26 @@ def _zip(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for number, image in enumerate(images()):
             archive.writestr(f"photos/{labels()[number]}/{number}.jpg", image)
+    return path
+
+
+def _table(kind: str, path: Path) -> Path:
+    photos = path.parent / "photos"
+    photos.mkdir(exist_ok=True)
+    for number, image in enumerate(images()):
+        (photos / f"{number}.jpg").write_bytes(image)
+    rows = [
+        {"path": f"photos/{number}.jpg", "label": CLASSES[label]}
+        for number, label in enumerate(labels())
+    ]
+    if kind == "paths":
+        path = path.with_suffix(".parquet")
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        lines = [["path", "label"], *map(dict.values, rows)]
+        path.write_text("\n".join(map({"csv": ",", "tsv": "\t"}[kind].join, lines)))
     return path
 
 

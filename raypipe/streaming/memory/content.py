@@ -117,7 +117,10 @@ class Contents:
         config = self._spec.plan.config
         if not training.is_public:
             return ""
-        return f"{training.digest.hex()}-{config.seed}-{config.micro_batch_size}"
+        rank, world_size = self._spec.share
+        share = f"{rank}-{world_size}"
+        digest = training.digest.hex()
+        return f"{digest}-{config.seed}-{config.micro_batch_size}-{share}"
 
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
         """Return the key of each micro-batch of a block."""

@@ -231,7 +231,7 @@ def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[
     """
     plan = spec.plan
     splits = set[Split]()
-    num_validations = plan.num_validations(plan.config.epochs)
+    num_validations = sum(plan.has_val(epoch) for epoch in range(plan.config.epochs))
     if "val" in spec.stores and num_validations >= least:
         splits.add("val")
     is_ordered = plan.config.shuffle == "off" and plan.config.is_plain

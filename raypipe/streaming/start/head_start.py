@@ -61,7 +61,7 @@ class HeadStart:
     Args:
         spec: the stream.
         start: its first place.
-        rank, world_size: number of this rank, and W.
+        rank, world_size: number of this rank, and W, of those that share an execution.
         num_threads: threads with which it makes one.
         marks: those of the process.
         is_apart: whether another thread than the loop's takes the micro-batches.
@@ -80,11 +80,13 @@ class HeadStart:
         marks: Marks | None = None,
         is_apart: bool = False,
     ) -> None:
+        # Until n is known, rank 0 makes those that it can read here, and other ranks one.
+        self._num_free = 1 if rank else None
+        if world_size == 1:
+            rank, world_size = spec.share
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
         self._places = spec.plan.share(start, rank, world_size)
-        # Until n is known, rank 0 makes those that it can read here, and other ranks one.
-        self._num_free = 1 if rank else None
         stores = spec.stores.values()
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._upcoming = spec.plan.share(start, rank, world_size)

@@ -88,13 +88,13 @@ class PooledStream(Iterator[MicroBatch]):
         if self._is_left.is_set():
             raise LeftError
 
-    def connect(self) -> None:
+    def connect(self, has_siblings: bool) -> None:
         """Connect this process to Ray, see `raypipe.rayext.cluster.connect`."""
         wait = Wait(ANSWER_S, self.check)
         if self._thread:
-            connect_by_thread(wait)
+            connect_by_thread(wait, has_siblings)
         else:
-            connect(wait=wait)
+            connect(wait=wait, has_siblings=has_siblings)
         self.check()
 
     @property

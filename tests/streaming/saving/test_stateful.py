@@ -152,7 +152,7 @@ def test_a_part_may_be_left_out_of_what_is_restored(
 def test_only_the_first_rank_makes_a_checkpoint_and_all_report(
     stream: Loader, reports: Reports
 ) -> None:
-    stream.rank = 1
+    stream._process = 1
     stream.report({"accuracy": 0.5}, **parts())
     assert reports.metrics == [{"accuracy": 0.5}] and reports.newest() is None
     assert reports.num_awaited == 1

@@ -80,7 +80,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return [Split(spec, start, num_first, share) for share in shares]
 
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(PooledStream, "connect", lambda stream: None)
+    monkeypatch.setattr(PooledStream, "connect", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(pipeline, "splits", splits)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
@@ -187,7 +187,7 @@ def test_a_stream_is_closed_while_another_thread_waits_for_it(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(PooledStream, "connect", lambda stream: goes_on.wait())
+    monkeypatch.setattr(PooledStream, "connect", lambda *_: goes_on.wait())
     spec = stream(stores, 1)
     (streams,) = streams_of(spec, 1)
     batches = streams.open(next(spec.plan.micro_batches(spec.plan.start())))

@@ -136,6 +136,7 @@ def block_dataset(
         rows = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
         )
+        # By Ray Data's default, a dead actor is restarted, and its task is repeated, without limit.
         return rows.map_batches(
             TransformWorker,
             fn_constructor_args=(
@@ -150,9 +151,6 @@ def block_dataset(
             # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
             # them where the cluster's YAML does not name its memory.
             memory=0,
-            # Ray's defaults, on which recovery rests: a dead actor comes back, and its block is made again.
-            max_restarts=-1,
-            max_task_retries=-1,
             **placement(),
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,

@@ -22,9 +22,9 @@
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
-    uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
-    uv run benchmarks/peers.py imagenet-500.tar --first --repeats 5 --only raypipe "torch DataLoader"
+    uv run --group dev benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
+    uv run --group dev benchmarks/peers.py cifar10-train.parquet --cases tiny
+    uv run --group dev benchmarks/peers.py imagenet-500.tar --first --repeats 5 --only raypipe "torch DataLoader"
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
 numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turbo; add it by hand.

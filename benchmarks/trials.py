@@ -1,6 +1,6 @@
 """Trials of a learning rate at one time: raypipe, which makes equal micro-batches once, without that, and torch.
 
-    uv run benchmarks/trials.py imagenet-500.tar [--trials 4] [--epochs 20]
+    uv run --group dev benchmarks/trials.py imagenet-500.tar [--trials 4] [--epochs 20]
 
 Each trial is a process of its own, a driver that joins one cluster on this machine, as four notebooks would. It
 trains a linear model on the pixels with its own learning rate, and hashes every batch. Seconds are those from the

@@ -1,6 +1,6 @@
 """CPU of validations that are made once: without the memory, in memory, on disk, and on disk by a later run.
 
-    uv run benchmarks/validation.py imagenet-500.tar [--copies 8] [--epochs 8] [--ways memory disk]
+    uv run --group dev benchmarks/validation.py imagenet-500.tar [--copies 8] [--epochs 8] [--ways memory disk]
 
 Each way is a stream of its own whose validation, `center` at 224, has the images of the store several times over;
 its training is one small micro-batch an epoch. CPU milliseconds per image are those of all processes, by role,

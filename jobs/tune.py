@@ -1,9 +1,9 @@
 """Search for an augmentation policy on your own store.
 
-    uv run jobs/tune.py                                            on the digits that raypipe ships
-    uv run jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
-    uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    continues a search
-    uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
+    uv run --extra kornia jobs/tune.py                          on the digits that raypipe ships
+    uv run --extra kornia jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
+    uv run --extra kornia jobs/tune.py --resume runs/tune-20261121-104600-3fa2    continues a search
+    uv run --extra kornia jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
 
 ASHA (Li et al. 2020, arXiv:1810.05934) stops a trial at half of its epochs unless it is in the better half so far.
 The best of many is also the luckiest, so it and the run's own policy are trained again with new seeds and compared
@@ -24,7 +24,7 @@ from raypipe.commands.cli import run_job
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
-from raypipe.launch.run_checks import check_code, num_classes_of
+from raypipe.launch.run_checks import check_augment, check_code, num_classes_of
 from raypipe.launch.run_folder import (
     CONFIG_FILE,
     CONFIG_HEAD,
@@ -223,6 +223,7 @@ def search(
             "a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval"
         )
     check_code(run.train, len(run.augment.mean))
+    check_augment(AugmentConfig(ops=[_ERASE]))  # whether Kornia is there
     for transform in transforms:
         check_transform(transform, run.transform.final_size)
     with located(run, "tune-") as (run, folder, _):

@@ -26,6 +26,7 @@ from typing import Any
 
 import raypipe
 from raypipe.errors import ConfigError
+from raypipe.packages import how_to_get
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ def import_name(address: str, setting: str, *, trusted: bool) -> Any:
         return _imported(*match.groups())
     except Exception as error:
         reason = with_origin(error)
+        if isinstance(error, ModuleNotFoundError):
+            reason += how_to_get(error.name)
         if not is_open and isinstance(error, ModuleNotFoundError):
             reason += (
                 "; the current folder is not searched, since it contains the store or the run, or PYTHONSAFEPATH "
@@ -213,7 +216,7 @@ def _place_of(package: str) -> str:
         found = None
     found = found or PathFinder.find_spec(package, [str(Path.cwd())])
     if found is None:
-        return f"a module {package}, which is not here"
+        return f"a module {package}, which is not here{how_to_get(package)}"
     return found.origin or str([*(found.submodule_search_locations or ())])
 
 

@@ -27,8 +27,12 @@ _PACKAGES = (
     "pyarrow",
     "simplejpeg",
     "opencv-python-headless",
+    "opencv-python",
+    "opencv-contrib-python",
+    "opencv-contrib-python-headless",
     "pillow",
     "albumentations",
+    "albumentationsx",
     "albucore",
     "torch",
     "torchvision",
@@ -40,6 +44,8 @@ _PACKAGES = (
     "lmdb",
     "msgpack",
 )
+# Modules that users' settings name, and that extras of the same names install.
+_OF_EXTRAS = ("albumentations", "kornia")
 # Raypipe's code that decides what a model sees, and its compiled extensions.
 _CODE = (
     "kernel",
@@ -57,6 +63,13 @@ _EXTENSIONS = ("_raypipe_kernel", "_raypipe_lmdb")
 def to_install(extra: str) -> str:
     """Return the command that installs an extra of raypipe, for errors."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def how_to_get(module: str | None) -> str:
+    """Return the command that installs a module that is missing, in parentheses; empty = no extra has it."""
+    if module in _OF_EXTRAS:
+        return f" ({to_install(module)}, on every node)"
+    return ""
 
 
 @functools.cache  # each stream that is opened asks for ten, and the files of one are parsed in 0.3 ms

@@ -36,10 +36,13 @@ def test_errors_and_pages_name_extras_that_there_are_and_no_other_project() -> N
         assert set(re.findall(r"to_install\('(\w+)'\)", text)) <= extras, path
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "llms.txt"]:
         asked = re.findall(
-            r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text()
+            r"pip install '?([\w.-]+?)(?:\[([\w,]+)\])?'?[\s`]", path.read_text()
         )
         assert "raypipe" not in [name for name, _ in asked], path
-        assert {extra for name, extra in asked if name == "."} <= extras | {""}, path
+        ours = [named for name, named in asked if name in (".", DISTRIBUTION)]
+        assert {extra for named in ours for extra in named.split(",")} <= extras | {
+            ""
+        }, path
 
 
 def test_packages_are_other_ones_by_version_and_not_by_build() -> None:

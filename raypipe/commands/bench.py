@@ -253,12 +253,11 @@ def _alone(
     """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
     # Ray sets it for torch in an actor of one CPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import cv2
-
+    from raypipe.kernel import use_one_thread
     from raypipe.transform.sample_maker import SampleMaker
     from raypipe.transform.samples import Samples
 
-    cv2.setNumThreads(1)  # an actor does so too
+    use_one_thread()  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))[

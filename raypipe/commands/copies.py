@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import math
 import tempfile
@@ -226,7 +227,7 @@ def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
     image = sample["image"]
     if image is None or isinstance(image, bytes | bytearray | memoryview):
         return {**sample, "image": None if image is None else bytes(image)}
-    import cv2
+    from PIL import Image
 
     if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):
         # Pillow's: a palette, alpha, CMYK
@@ -241,12 +242,10 @@ def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
             f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
             "(H, W, 1) or (H, W)"
         )
-    # OpenCV has blue first.
-    ok, png = cv2.imencode(
-        ".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels
-    )
-    assert ok
-    return {**sample, "image": png.tobytes()}
+    file = io.BytesIO()
+    gray_or_rgb = pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels
+    Image.fromarray(gray_or_rgb).save(file, "PNG")
+    return {**sample, "image": file.getvalue()}
 
 
 def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]:

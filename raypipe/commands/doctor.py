@@ -84,8 +84,7 @@ def _packages() -> tuple[bool, str]:
                     f"{requirement.name} is {version}, not {requirement.specifier}"
                 )
     versions = (
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("ray", "torch", "albumentations")
+        f"{name} {importlib.metadata.version(name)}" for name in ("ray", "torch")
     )
     return True, f"Python {platform.python_version()}, {', '.join(versions)}"
 

@@ -56,6 +56,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
+from raypipe.packages import how_to_get
 from raypipe.plan.order import Domain
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
@@ -530,12 +531,18 @@ def view_seed(name: str, crop: int, seed: int) -> int:
 
 def _operation_class(op: str, targets: bool, channels: int) -> Any:
     """Return Kornia's class of a name; raise ConfigError if it does not fit the targets or the channels."""
+    try:
+        operations = _operations()
+    except ImportError as error:
+        raise ConfigError(
+            f"augment.ops are Kornia's: {error}{how_to_get('kornia')}"
+        ) from error
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
-    operation: Any = _operations().get(op)
+    operation: Any = operations.get(op)
     if operation is None:
-        near = did_you_mean(map(repr, get_close_matches(op, _operations(), 1)))
+        near = did_you_mean(map(repr, get_close_matches(op, operations, 1)))
         raise ConfigError(
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
             f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"

@@ -2,9 +2,10 @@
 
     Program, native_step, program_of      steps with Albumentations' names and arguments, drawn under keys
     Job, run, sizes, decode_crop, …       the compiled extension: the images of a micro-batch in one call
-    apply_all                             the same pixels by NumPy and OpenCV, one image at a time
+    apply_all                             the same pixels by NumPy, one image at a time
     follow                                boxes, keypoints and masks, moved as the image's pixels are
     is_seekable, is_intact, to_seekable   JPEGs that a crop enters at any row
+    cv2                                   OpenCV; None = it is not installed
 
 README.md defines each operation. Nothing here imports the rest of raypipe, which imports nothing but these names.
 """
@@ -28,6 +29,7 @@ from raypipe.kernel.extension import (
     why_no_kernel,
 )
 from raypipe.kernel.geometry_steps import GEOMETRY_STEPS, Pad
+from raypipe.kernel.opencv import cv2, use_one_thread
 from raypipe.kernel.ops import (
     CUBIC,
     LINEAR,
@@ -65,6 +67,7 @@ __all__ = [
     "Step",
     "apply_all",
     "available",
+    "cv2",
     "decode_crop",
     "follow",
     "is_intact",
@@ -75,5 +78,6 @@ __all__ = [
     "sizes",
     "sizes_behind",
     "to_seekable",
+    "use_one_thread",
     "why_no_kernel",
 ]

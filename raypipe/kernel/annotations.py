@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import cv2
 import numpy as np
 
 from raypipe.kernel import reference
@@ -142,12 +141,10 @@ def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
 def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
     """A mask, its pixels moved and never mixed."""
     if op == Op.RESIZE:
-        return cv2.resize(mask, (p[1], p[0]), interpolation=cv2.INTER_NEAREST)
+        return reference.nearest(mask, p[0], p[1])
     if op == Op.PAD:
-        top, bottom, left, right, border, *_ = p
-        return cv2.copyMakeBorder(
-            mask, top, bottom, left, right, border, value=step.mask_fill or 0
-        )
+        padding = [*p[:5], step.mask_fill or 0]
+        return reference.pad(mask[:, :, None], padding)[:, :, 0]
     if op == Op.AFFINE:
         fill = step.mask_fill or 0
         as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))

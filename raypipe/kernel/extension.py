@@ -3,9 +3,9 @@
     sizes    heights and widths by the headers, of its kinds of images
     run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. Images that it rejects are
-left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without the
-extension it rejects all images.
+It is used only after it has agreed with simplejpeg and `reference` in this process. Images that it rejects are
+left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without
+the extension it rejects all images.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 import simplejpeg
 
-from raypipe.kernel.ops import Op
+from raypipe.kernel import reference
+from raypipe.kernel.ops import LINEAR, Op
 
 INTERFACE_VERSION = 8
 """Version of the extension's interface that this program calls; the same as in csrc/kernel.c."""
@@ -100,7 +100,7 @@ def why_no_kernel() -> str:
         return "its libjpeg-turbo gives other pixels than simplejpeg's"
     if _resizes_alike():
         return ""
-    return "it gives other pixels than OpenCV"
+    return "it gives other pixels than OpenCV or NumPy"
 
 
 def to_seekable(data: bytes) -> bytes:
@@ -148,16 +148,16 @@ def _decodes_alike(sampling: str) -> bool:
 
 
 def _resizes_alike() -> bool:
-    """True if it resizes as cv2 does here, which has separate code for each processor."""
+    """True if it resizes as OpenCV does here, which has separate code for each processor, or else NumPy."""
     noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
-        row = [height, width, cv2.INTER_LINEAR]
+        row = [height, width, LINEAR]
         job = Job(
             np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out
         )
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
-        if not np.array_equal(out[0], cv2.resize(noise, (width, height))):
+        if not np.array_equal(out[0], reference.resize(noise, row)):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Geometry of the kernel by NumPy and OpenCV: exactly the pixels of csrc/geometry.h and csrc/resize.h.
+"""Geometry of the kernel by NumPy: exactly the pixels of csrc/geometry.h and csrc/resize.h.
 
 Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`, as steps
 draw them. It raises ValueError for a crop that the image has no room for, and for a result that is too large. A
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cv2
 import numpy as np
 
+from raypipe.kernel.opencv import cv2
 from raypipe.kernel.ops import CUBIC, MAX_PIXELS, NEAREST, Op
-from raypipe.kernel.reference_color import COLOR, Params
+from raypipe.kernel.reference_color import COLOR, Params, bordered
 
 Operation = Callable[[np.ndarray, Params], np.ndarray]
 
 _MAX_SIDE = 65_500  # pixels, MAX_SIDE of csrc/image.h
 _COEFFICIENT_BITS = 11
-_CONSTANT, _REPLICATE, _REFLECT, _WRAP = range(4)  # borders, as cv2 numbers them
+_CONSTANT, _REPLICATE, _REFLECT, _WRAP = range(4)  # borders, as OpenCV numbers them
 
 
 def crop(image: np.ndarray, params: Params) -> np.ndarray:
@@ -36,49 +36,61 @@ def resize(image: np.ndarray, params: Params) -> np.ndarray:
     """Resize to height, width by an interpolation: cv2.resize, but for cubic, which is in integers here."""
     height, width, interpolation = params[:3]
     _check_size(height, width)
-    if interpolation == CUBIC:
-        return _resize_cubic(image, height, width)
-    return cv2.resize(image, (width, height), interpolation=interpolation)
-
-
-def _resize_cubic(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """4 x 4 pixels by coefficients of 11 bits, columns first; OpenCV's own floats differ by 1 level at most."""
+    if cv2 is not None and interpolation != CUBIC:
+        return cv2.resize(image, (width, height), interpolation=interpolation)
+    if interpolation == NEAREST:
+        return nearest(image, height, width)
     if image.shape[:2] == (height, width):
         return image
-    rows, by_row = _cubic_taps(image.shape[0], height)
-    columns, by_column = _cubic_taps(image.shape[1], width)
+    is_cubic = interpolation == CUBIC
+    rows, by_row = _taps(image.shape[0], height, is_cubic)
+    columns, by_column = _taps(image.shape[1], width, is_cubic)
     across = np.sum([image[:, columns[k]] * by_column[k][:, None] for k in range(4)], 0)
-    kept = (across + 16) >> 5  # 16 bits, of which 6 are a fraction
-    total = np.sum([kept[rows[k]] * by_row[k][:, None, None] for k in range(4)], 0)
-    return np.clip((total + (1 << 16)) >> 17, 0, 255).astype(np.uint8)
+    # 16 bits, of which 7 or 6 are a fraction
+    kept = (across + 16) >> 5 if is_cubic else across >> 4
+    parts = [kept[rows[k]] * by_row[k][:, None, None] for k in range(4)]
+    if is_cubic:
+        total = (np.sum(parts, 0) + (1 << 16)) >> 17
+    else:
+        total = (sum(part >> 16 for part in parts) + 2) >> 2
+    return np.clip(total, 0, 255).astype(np.uint8)
 
 
-def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source positions and int32 coefficients, (4, result) each: floats as OpenCV rounds them, A = -0.75."""
+def nearest(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize an image, or a mask (H, W), without mixing its pixels."""
+    rows = np.arange(height) * (1 / (height / image.shape[0]))
+    columns = np.arange(width) * (1 / (width / image.shape[1]))
+    return image[np.ix_(rows.astype(int), columns.astype(int))]
+
+
+def _taps(source: int, result: int, is_cubic: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Source positions and int32 coefficients of 11 bits, (4, result) each: floats as OpenCV rounds them."""
     scale = 1.0 / (result / source)
     coordinate = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
     first = np.floor(coordinate)
-    a = -0.75
     x = coordinate - first
+    weights = _cubic(x) if is_cubic else [0 * x, 1 - x, x, 0 * x]
+    coefficients = np.rint(np.stack(weights) * (1 << _COEFFICIENT_BITS))
+    assert coefficients.dtype == np.float32
+    positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
+    return positions.clip(0, source - 1), coefficients.astype(np.int32)
+
+
+def _cubic(x: np.ndarray) -> list[np.ndarray]:
+    """Weights with A = -0.75; OpenCV's own floats make pixels that differ by 1 level at most."""
+    a = -0.75
     y = 1 - x
     c0 = ((a * (x + 1) - 5 * a) * (x + 1) + 8 * a) * (x + 1) - 4 * a
     c1 = ((a + 2) * x - (a + 3)) * x * x + 1
     c2 = ((a + 2) * y - (a + 3)) * y * y + 1
-    coefficients = np.rint(
-        np.stack([c0, c1, c2, 1 - c0 - c1 - c2]) * (1 << _COEFFICIENT_BITS)
-    )
-    assert coefficients.dtype == np.float32
-    positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
-    return positions.clip(0, source - 1), coefficients.astype(np.int32)
+    return [c0, c1, c2, 1 - c0 - c1 - c2]
 
 
 def pad(image: np.ndarray, params: Params) -> np.ndarray:
     """Add borders: top, bottom, left, right, border (cv2's number), r, g, b."""
     top, bottom, left, right, border = params[:5]
     _check_size(image.shape[0] + top + bottom, image.shape[1] + left + right)
-    return cv2.copyMakeBorder(
-        image, top, bottom, left, right, border, value=params[5:8]
-    )
+    return bordered(image, params[:4], border, params[5:8])
 
 
 def turn(image: np.ndarray, params: Params) -> np.ndarray:

@@ -7,8 +7,8 @@ draw them: it does not check them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import cv2
 import numpy as np
 
 from raypipe.kernel.ops import SOLARIZE, Op
@@ -18,6 +18,8 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 Params = Sequence[int]
 _ONE = 1 << 16  # in Q16
+# NumPy's names of OpenCV's borders, in the order of their numbers
+_BORDERS: Any = ("constant", "edge", "symmetric", "wrap", "reflect")
 
 
 def gray_of(image: np.ndarray) -> np.ndarray:
@@ -91,14 +93,22 @@ def table(image: np.ndarray, params: Params) -> np.ndarray:
     return image & np.array(numbers, np.uint8)
 
 
+def bordered(
+    image: np.ndarray, sides: Params, border: int, color: Params = (0,)
+) -> np.ndarray:
+    """Add so many pixels at the top, bottom, left and right, as cv2.copyMakeBorder does."""
+    base = np.array(color, np.uint8)
+    widths = [sides[:2], sides[2:], (0, 0)]
+    # uint8 wraps around, so that the zeros of NumPy's constant border become the color
+    return np.pad(image - base, widths, _BORDERS[border]) + base
+
+
 def blur(image: np.ndarray, params: Params) -> np.ndarray:
     """Separable: radius, border, then the coefficients of the middle and to each side of it, in Q14."""
     radius, border = params[:2]
     middle, *sides = params[2 : 3 + radius]
     taps = np.array([*reversed(sides), middle, *sides], np.int64)
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
-        np.int64
-    )
+    padded = bordered(image, [radius] * 4, border).astype(np.int64)
     height, width = image.shape[:2]
     across = (
         sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32
@@ -113,9 +123,7 @@ def filtered(image: np.ndarray, params: Params) -> np.ndarray:
     taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)
     radius = side // 2
     (height, width) = image.shape[:2]
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
-        np.int64
-    )
+    padded = bordered(image, [radius] * 4, border).astype(np.int64)
     total = sum(
         padded[y : y + height, x : x + width] * taps[y, x]
         for y, x in zip(*np.nonzero(taps), strict=True)

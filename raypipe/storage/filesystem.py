@@ -11,6 +11,7 @@ and credentials come from the environment of each process, so every node of a cl
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
     hdfs://namenode:port/path  JAVA_HOME, HADOOP_HOME or ARROW_LIBHDFS_DIR, CLASSPATH; hdfs:///path = Hadoop's own
                                fs.defaultFS; viewfs://cluster/path; KERBEROS_TICKET_CACHE_PATH, HADOOP_USER_NAME
+    hf://datasets/user/name/path                           HF_TOKEN; the package huggingface_hub
     SCHEME://host/path         any other that fsspec knows (sftp, oss, webhdfs, https, …): its package, and FSSPEC_
                                variables or files in ~/.config/fsspec
 
@@ -71,6 +72,7 @@ _ENVIRONMENT = (
     "RAYPIPE_STORAGE_",
     "FSSPEC_",
     "HADOOP_",
+    "HF_",
     "KERBEROS_",
 )
 # The begin of an address, unlike an expression that contains one.

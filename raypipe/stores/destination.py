@@ -38,6 +38,7 @@ from raypipe.storage.local_file import (
 )
 from raypipe.storage.retrying_filesystem import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
+from raypipe.stores.png import stored_png
 from raypipe.stores.writers import open_writer
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     Args:
         folder: parent folder of the stores; None = the cache folder.
     """
-    folder = (folder or cache_folder()) / "digits-v1"
+    folder = (folder or cache_folder()) / "digits-v2"
     train = folder / "train.lmdb"
     val = folder / "val.lmdb"
     if not (train.exists() and val.exists()):
@@ -234,14 +235,12 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
 
 
 def _write_digits(train: Path, val: Path) -> None:
-    import cv2
-
     with (files("raypipe") / "digits.npz").open("rb") as file, np.load(file) as digits:
         # scanned with 17 gray levels
         pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)
         labels = digits["labels"].tolist()
     samples = [
-        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}
+        {"image": stored_png(image), "label": label}
         for image, label in zip(pixels, labels, strict=True)
     ]
     for path, split in ((train, samples[:-_HELD_OUT]), (val, samples[-_HELD_OUT:])):

@@ -22,6 +22,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.stores.numbers import NPY
+from raypipe.stores.png import stored_png
 
 _MAGICS = (
     b"\xff\xd8\xff",
@@ -273,11 +274,7 @@ def encoded(part: Any) -> bytes | memoryview | None:
     is_gray = part.ndim == 2 or part.shape[2:] == (1,)
     if not part.size or not (is_gray or part.shape[2:] == (3,)):
         raise ValueError(f"its image has the shape {part.shape}")
-    import cv2
-
-    # OpenCV has blue first. The image is decoded at once, so it is not worth compressing.
-    pixels = part if is_gray else part[..., ::-1]
-    return cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
+    return stored_png(part)
 
 
 def plain_label(part: Any) -> Any:

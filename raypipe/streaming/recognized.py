@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 import torch
 
@@ -24,6 +23,7 @@ from raypipe.errors import RaypipeError
 from raypipe.stores.base import NAME, Store
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.png import stored_png
 from raypipe.transform.decode.array import decoder_of
 from raypipe.transform.pipelines import flat, package_of, shortened, transform_kind
 from raypipe.transform.pixels import pixels_of
@@ -104,7 +104,7 @@ def _store_of(dataset: Any) -> Store | None:
 
     makes_item = type(dataset).__getitem__
     if makes_item in (datasets.CIFAR10.__getitem__, datasets.MNIST.__getitem__):
-        images = list(map(_png, np.asarray(dataset.data)))
+        images = list(map(stored_png, np.asarray(dataset.data)))
         return MemoryStore(images, np.asarray(dataset.targets), dataset.classes)
     loads = getattr(dataset, "loader", None)
     is_folder = makes_item is datasets.DatasetFolder.__getitem__
@@ -116,13 +116,6 @@ def _store_of(dataset: Any) -> Store | None:
     files = [f"{root.rstrip('/')}/{name}" for name in columns[NAME]]
     samples = list(zip(files, columns["label"].tolist(), strict=True))
     return store if samples == list(dataset.samples) else None
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    """Encode uint8 (H, W), or RGB, without compression, which takes 10 µs for a small image."""
-    image = pixels[..., ::-1] if pixels.ndim == 3 else pixels  # OpenCV has blue first
-    _, encoded = cv2.imencode(".png", image, [cv2.IMWRITE_PNG_COMPRESSION, 0])
-    return encoded.tobytes()
 
 
 def _are_equal(dataset: Any, found: Recognized) -> bool:

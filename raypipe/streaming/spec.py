@@ -25,10 +25,6 @@ from raypipe.transform.samples import Wanted
 from raypipe.transform.transform_steps import Steps
 from raypipe.transform.views import makes_views
 
-# Albumentations asks the network for a newer version when it is imported. Each process that unpickles a stream's
-# transforms imports this module first.
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 UserTransform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
 """A callable on uint8 RGB (H, W, 3), or on what `transform.decode` gives, an Albumentations or torchvision v2
 pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (transform, count), …}`."""

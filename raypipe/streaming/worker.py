@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pyarrow as pa
 import ray
 
 from raypipe.errors import ResourceError
+from raypipe.kernel import use_one_thread
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import begin_recording, traced
@@ -74,9 +74,7 @@ class TransformWorker:
         ranks_folder: str = "",
     ) -> None:
         yield_cpus()
-        # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
-        # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
-        cv2.setNumThreads(1)
+        use_one_thread()
         configure_logs(spec.log_format, run=spec.run)
         # First of all: the Supervisor looks after the processes that it knows.
         self._guard = Guard(supervisor, spec.transform.time_limit_s)

@@ -1,21 +1,51 @@
-"""Pipelines of Albumentations: the steps that raypipe makes itself, and a description of all steps."""
+"""Pipelines of Albumentations: the steps that raypipe makes itself, and a description of all steps.
+
+AlbumentationsX, its successor, has the same module. It has other names for some attributes of steps, and keeps its
+generators for one thread.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from raypipe.kernel import Program, Step, native_step
 
+RANDOM_STATE = re.compile(
+    r"(_configured_|_concurrent_)?(random_generator|py_random)|_thread_rng_streams|_manual_random_state|"
+    r"_rng_(context|initialized|epoch|process_id|source_thread_id)"
+)
+"""Names of attributes by which a pipeline and its steps draw."""
+_RENAMED = {
+    "brightness_range": "brightness",
+    "contrast_range": "contrast",
+    "saturation_range": "saturation",
+    "hue_range": "hue",
+    "blur_range": "blur_limit",
+    "sigma_range": "sigma_limit",
+}
+# Options that only AlbumentationsX has, with the values that the other library stands for.
+_ADDED = {"sampling_method": "standard", "group_element": None, "group_elements": None}
+_OURS = {"codes", "spread"}  # fields of steps that the library does not have
+
 
 def _native(step: Any) -> Step | None:
     """The step of a transform of Albumentations', None = it is unknown here."""
     name = type(step).__name__
-    is_library = type(step) is getattr(sys.modules["albumentations"], name, None)
-    return native_step(name, vars(step)) if is_library else None
+    if type(step) is not getattr(sys.modules["albumentations"], name, None):
+        return None
+    arguments = {_RENAMED.get(key, key): value for key, value in vars(step).items()}
+    if any(arguments.get(key, value) != value for key, value in _ADDED.items()):
+        return None
+    native = native_step(name, arguments)
+    if native and {field.name for field in fields(native)} - _OURS - arguments.keys():
+        return None  # a release that has other names
+    return native
 
 
 def why_no_program(pipeline: Any) -> str:
@@ -72,8 +102,6 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
 # A step draws from generators that raypipe seeds; the rest follows from its class or its other attributes.
 _NOT_DECIDING = (
     "seed",
-    "random_generator",
-    "py_random",
     "_key2func",
     "params",
     "invalid_args",
@@ -119,5 +147,9 @@ def _parts_of(value: Any) -> Any:
         return name
     return [
         name,
-        {key: inner for key, inner in vars(value).items() if key not in _NOT_DECIDING},
+        {
+            key: inner
+            for key, inner in value.__getstate__().items()
+            if key not in _NOT_DECIDING and not RANDOM_STATE.fullmatch(key)
+        },
     ]

@@ -67,7 +67,7 @@ def rebuilt(pipeline: Any, steps: list[Any]) -> Any:
         return kind(steps)
     pipeline = copy.copy(pipeline)  # the copy keeps its boxes and other targets
     pipeline.transforms = steps
-    return pipeline
+    return copy.copy(pipeline)  # AlbumentationsX looks at the steps of a copy
 
 
 def leaves(pipeline: Any) -> Iterator[Any]:

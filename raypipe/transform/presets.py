@@ -27,7 +27,7 @@ from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Steps, build_steps
+from raypipe.transform.transform_steps import Steps, albumentations, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import (
     VIEW_PRESETS,
@@ -102,6 +102,8 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
     """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code; or,
     with arrays that are no RGB, where a preset needs RGB."""
     needs_rgb = {*PRESETS, *VIEW_PRESETS} - {*_OF_ARRAYS}
+    if arrays and isinstance(transform, str) and transform in _OF_ARRAYS:
+        albumentations()  # it makes them
     if arrays and isinstance(transform, str) and transform in needs_rgb:
         raise ConfigError(
             f"the preset {transform!r} needs uint8 RGB, and transform.decode is 'array': use one of "

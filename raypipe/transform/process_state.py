@@ -16,8 +16,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import cv2
 import numpy as np
+
+from raypipe.kernel import cv2
 
 _MAX_SEED = 0x7FFFFFFF  # OpenCV's seeds are C ints
 _SEEDS: Any = (0, _MAX_SEED)
@@ -70,7 +71,7 @@ _watch = _TorchWatch()
 
 def seed_process(k0: int, k1: int) -> None:
     """Seed the generators of OpenCV, Python, NumPy and torch by two integers in [0, 2^64); takes 15 µs."""
-    cv2.setRNGSeed(k0 & _MAX_SEED)
+    seed_opencv(k0)
     random.seed(k0 << 64 | k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
     # None while torch is being imported
@@ -84,6 +85,12 @@ def seed_process(k0: int, k1: int) -> None:
         sys.meta_path.insert(0, _watch)
 
 
+def seed_opencv(seed: int) -> None:
+    """Seed the generator of OpenCV by an integer in [0, 2^64)."""
+    if cv2 is not None:
+        cv2.setRNGSeed(seed & _MAX_SEED)
+
+
 @contextlib.contextmanager
 def process_kept(generators: bool = True) -> Iterator[None]:
     """Run OpenCV in one thread, as an actor does; then put back its threads, and the generators' states.
@@ -93,6 +100,16 @@ def process_kept(generators: bool = True) -> Iterator[None]:
     Args:
         generators: the work draws from those of Python, NumPy and torch. Putting them back takes 0.1 ms.
     """
+    nothing = contextlib.nullcontext()
+    with (
+        _opencv_kept() if cv2 else nothing,
+        _generators_kept() if generators else nothing,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _opencv_kept() -> Iterator[None]:
     global _num_within, _num_threads
     with _counting:
         if not _num_within:
@@ -101,8 +118,7 @@ def process_kept(generators: bool = True) -> Iterator[None]:
         _num_within += 1
     seed = int(cv2.randu(np.zeros(1, np.int32), *_SEEDS).item())
     try:
-        with _generators_kept() if generators else contextlib.nullcontext():
-            yield
+        yield
     finally:
         cv2.setRNGSeed(seed)
         with _counting:

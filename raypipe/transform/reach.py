@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from raypipe.transform.albumentations import RANDOM_STATE
 from raypipe.transform.keys import Key, KeyedGenerator
 
 # a policy has some hundred; data that a transform holds can be endless
@@ -30,7 +31,6 @@ _MAX_ITEMS = 256
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
 _INSTALLED = {"site-packages", "dist-packages"}
-_OF_PIPELINE = "random_generator", "py_random"  # each step of Albumentations has both
 _LEAVES = (
     str,
     bytes,
@@ -74,7 +74,9 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
         case _:
             attributes = list(getattr(value, "__dict__", {}).items())
             yield from (
-                attribute for name, attribute in attributes if name not in _OF_PIPELINE
+                attribute
+                for name, attribute in attributes
+                if not RANDOM_STATE.fullmatch(name)
             )
             own_classes = (
                 kind for kind in type(value).__mro__ if is_own_code(_file_of(kind))
@@ -203,10 +205,12 @@ class ReachedGenerators:
                 int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
             )
             return put
-        put = functools.partial(
-            generator.__dict__.update,
-            {name: vars(generator)[name] for name in _OF_PIPELINE},
-        )
+        kept = {
+            name: value
+            for name, value in vars(generator).items()
+            if RANDOM_STATE.fullmatch(name)
+        }
+        put = functools.partial(generator.__dict__.update, kept)
         generator.random_generator = self._keyed.generator
         generator.py_random = self._random
         return put
@@ -233,4 +237,4 @@ def _is_random(value: Any) -> bool:
         of_torch = getattr(sys.modules.get("torch"), "default_generator", None)
         return value is not of_numpy._rand and value is not of_torch
     is_pipeline = _is_of(value, "albumentations", "BaseCompose", "BasicTransform")
-    return is_pipeline and set(_OF_PIPELINE) <= vars(value).keys()
+    return is_pipeline and hasattr(value, "random_generator")

@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 
 from raypipe import kernel
@@ -43,7 +42,7 @@ from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.pipelines import has_user_code, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
-from raypipe.transform.process_state import seed_process
+from raypipe.transform.process_state import seed_opencv, seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.tv_targets import by_torchvision
@@ -270,10 +269,13 @@ class SampleTransform:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
         k0 = int(key[0])
         k1 = int(key[1])
+        if self.kind == "albumentations":
+            # AlbumentationsX uses them only in the thread that gave them.
+            self.transform.set_random_state(self._keyed.generator, self._random)
         if self.draws_globally:
             seed_process(k0, k1)
         else:
-            cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
+            seed_opencv(k0)  # its randn and kmeans
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
 

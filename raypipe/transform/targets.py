@@ -390,9 +390,10 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         params = library.BboxParams("pascal_voc", min_width=1, min_height=1)
     elif boxes:
         params = copy.copy(processor.params)
-        if params.format != "pascal_voc":
+        given = getattr(params, "coord_format", None) or params.format
+        if given != "pascal_voc":
             raise ConfigError(
-                f"the transform's bbox_params have format={params.format!r}; raypipe gives boxes as "
+                f"the transform's bbox_params have format={given!r}; raypipe gives boxes as "
                 "[x0, y0, x1, y1, label] in pixels: set format='pascal_voc'"
             )
         params.label_fields = None  # the label goes along as the fifth number

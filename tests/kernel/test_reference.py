@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import cv2
 import numpy as np
 import pytest
 from fuzz_kernel import random_op
 
 from raypipe import kernel
 from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference
-from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
+from raypipe.kernel.ops import LINEAR, MAX_FILTER, MAX_RADIUS, NEAREST
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
@@ -197,3 +198,29 @@ def test_bad_params_of_each_kind_are_refused(op: Op, params: list[int]) -> None:
 def test_params_at_their_limits_are_taken(op: Op, params: list[int]) -> None:
     made = by_kernel(op, params)
     assert made is not None and np.array_equal(made, by_reference(op, params))
+
+
+@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR])
+def test_numpy_resizes_as_opencv_does(
+    interpolation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(interpolation)
+    monkeypatch.setattr(reference, "cv2", None)
+    sides = [*rng.integers(1, 90, (60, 4)).tolist(), [18, 34, 9, 17], [5, 7, 5, 7]]
+    for height, width, *size in sides:
+        image = rng.integers(0, 256, (height, width, 3), np.uint8)
+        made = reference.resize(image, [*size, interpolation])
+        expected = cv2.resize(image, size[::-1], interpolation=interpolation)
+        assert np.array_equal(made, expected), (height, width, size)
+        mask = np.ascontiguousarray(image[..., 0])
+        of_mask = cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST)
+        assert np.array_equal(reference.nearest(mask, *size), of_mask)
+
+
+@pytest.mark.parametrize("border", range(5))
+def test_numpy_pads_as_opencv_does(border: int) -> None:
+    for height, width, *sides in ((21, 17, 4, 0, 3, 9), (1, 2, 3, 3, 4, 5)):
+        image = IMAGE[:height, :width]
+        made = reference.pad(image, [*sides, border, 3, 250, 7])
+        expected = cv2.copyMakeBorder(image, *sides, border, value=(3, 250, 7))
+        assert np.array_equal(made, expected)

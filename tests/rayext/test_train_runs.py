@@ -55,7 +55,7 @@ assert not {"ray", "torch", "albumentations", "cv2"} & set(sys.modules)
 
 
 def test_an_import_leaves_the_environment_and_loggers_as_they_were() -> None:
-    ours = {"NO_ALBUMENTATIONS_UPDATE"}
+    ours = {"NO_ALBUMENTATIONS_UPDATE", "ALBUMENTATIONS_NO_TELEMETRY"}
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -23,7 +23,7 @@ def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         StoreError,
-        match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name",
+        match=r"file/digits-v2 cannot be written to \(RAYPIPE_CACHE may name",
     ):
         digits_stores(tmp_path / "file")
 

@@ -85,7 +85,7 @@ ALBUMENTATIONS = {
     "nested": lambda: A.Sequential(
         [A.OneOf([A.Compose([A.GaussNoise(p=1)]), A.RandomRotate90(p=1)], p=1)], p=0.8
     ),
-    "color jitter": lambda: A.ColorJitter(0.2, 0.2, 0.2, 0.1, p=1),
+    "color jitter": lambda: A.ColorJitter(*[(0.8, 1.2)] * 3, (-0.1, 0.1), p=1),
     "motion blur": lambda: A.MotionBlur(p=0.7),
     "random resized crop": lambda: A.RandomResizedCrop((32, 32)),
     "brightness": lambda: A.RandomBrightnessContrast(p=1),

@@ -2,7 +2,7 @@
 
     starts with      array                                                        read by
     .npy             (H, W) or (H, W, C) of integers or floats of 8 to 64 bits    numpy; never a pickle
-    PNG              uint8 or uint16: gray, RGB or RGBA                           cv2, after its checksums held
+    PNG              uint8 or uint16: gray, RGB or RGBA                           OpenCV (the extra `opencv`)
     TIFF             any number of channels of 8 to 64 bits                       tifffile (the extra `arrays`)
     what is left     uint8 RGB                                                    `raypipe.transform.decode.rgb`
 
@@ -20,11 +20,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import cv2
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.kernel import cv2
 from raypipe.packages import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode.image_header import (
@@ -148,6 +148,10 @@ def _png(data: bytes) -> np.ndarray:
     check_size(
         width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1)
     )
+    if cv2 is None:
+        raise ConfigError(
+            f"PNGs as arrays need OpenCV: {to_install('opencv')}, on every node"
+        )
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:

@@ -2,8 +2,9 @@
 
     starts with            decoder                                         equal to Pillow's `convert("RGB")`
     JPEG                   libjpeg-turbo, by csrc/ or simplejpeg           within rounding, CMYK and gray included
-    PNG, plain 8-bit       cv2, after its checksums held                   exactly
-    WebP, plain lossy      cv2                                             exactly
+    PNG, plain 8-bit       OpenCV, after its checksums held                exactly
+    WebP, plain lossy      OpenCV                                          exactly
+    the same without OpenCV,
     other PNG and WebP,
     BMP, GIF, TIFF, AVIF   Pillow                                          exactly, but for 16-bit grayscale
     HEIC                   pillow-heif (the extra `heic`)                  exactly
@@ -23,11 +24,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import cv2
 import numpy as np
 import simplejpeg
 
 from raypipe.errors import SampleError
+from raypipe.kernel import cv2
 from raypipe.stores.numbers import NPY
 from raypipe.transform.decode.image_header import damage_in, image_kind, plain_size
 from raypipe.transform.decode.jpeg import check_checksum, decode_jpeg, upright
@@ -39,7 +40,6 @@ from raypipe.transform.decode.jpeg_header import (
 )
 from raypipe.transform.decode.pillow_images import open_pillow, png_orientation
 
-_CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # pixels converted at a time
 # Tags of a TIFF, and values of them.
 _BITS = 258
@@ -85,9 +85,10 @@ def decode(
         if exif:
             return upright(image, jpeg_orientation(encoded))
         return image
-    if plain_size(encoded, kind) is not None:
+    if cv2 is not None and plain_size(encoded, kind) is not None:
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
         with contextlib.suppress(cv2.error):  # Pillow has the last word
-            plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)
+            plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
             if plain is not None:
                 return plain
     return _decode_pillow(encoded, kind, exif)
@@ -173,13 +174,20 @@ def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
 
 
 def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
-    """Shrink an image, uint8 (H, W, 3), to a short side of at most `side` ≥ 1 pixels."""
+    """Shrink an image, uint8 (H, W, 3), to a short side of at most `side` ≥ 1 pixels.
+
+    By OpenCV; where it is not installed by Pillow, whose pixels differ a little.
+    """
     height, width = image.shape[:2]
     short = min(height, width)
     if short <= side:
         return image
-    # INTER_AREA averages all source pixels; other interpolations alias when they shrink.
+    # Averages of all source pixels; interpolations alias when they shrink.
     size = round(width * side / short), round(height * side / short)
+    if cv2 is None:
+        from PIL import Image
+
+        return np.array(Image.fromarray(image).resize(size, Image.Resampling.HAMMING))
     return cv2.resize(image, size, interpolation=cv2.INTER_AREA)
 
 

@@ -286,6 +286,15 @@ def test_without_the_extra_an_error_says_what_to_install(
         )
 
 
+def test_a_png_without_opencv_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raypipe.transform.decode.array.cv2", None)
+    data = cv2.imencode(".png", some("uint16", 4, 4, 3))[1].tobytes()
+    with pytest.raises(ConfigError, match=r"\[opencv\]', on every node"):
+        decode_array(data)
+
+
 def test_a_block_that_inflates_beyond_its_size_is_refused_there() -> None:
     array = some("uint8", 4, 4, 1)
     check(tiff(array, compression=8), array)  # what reads it is loaded

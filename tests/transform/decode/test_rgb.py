@@ -24,7 +24,7 @@ import tifffile
 from PIL import Image, ImageOps
 
 from raypipe.errors import SampleError
-from raypipe.transform.decode import limits
+from raypipe.transform.decode import limits, rgb
 from raypipe.transform.decode.limits import (
     MAX_DECODE_BYTES,
     MAX_PIXELS,
@@ -520,3 +520,14 @@ def test_a_bigtiff_of_motorola_is_not_called_damaged() -> None:
     tifffile.imwrite(out, np.zeros((6, 8, 3), np.uint8), bigtiff=True, byteorder=">")
     with pytest.raises(SampleError, match=r"^BigTIFF with the highest .*decode='arr"):
         decode(out.getvalue())
+
+
+@pytest.mark.parametrize("side", [20, 75, 150])
+def test_pillow_shrinks_nearly_as_opencv_does(
+    side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = picture(301, 400)
+    by_opencv = resize_short_side(image, side)
+    monkeypatch.setattr(rgb, "cv2", None)
+    by_pillow = resize_short_side(image, side)
+    assert np.abs(by_opencv.astype(int) - by_pillow).max() <= 3

@@ -359,8 +359,13 @@ def parquets() -> Iterator[Stored]:
     yield Stored(
         "parquet, image: null", _parquet(_table(nulls)), [(0, 0), (None, 0), (2, 1)]
     )
+    paths_without_files = pa.array(["x"] * 3)
+    yield Stored(
+        "parquet, image: text",
+        _parquet(_table(paths_without_files)),
+        [(None, 0), (None, 0), (None, 1)],
+    )
     for name, bad in {
-        "text": pa.array(["x"] * 3),
         "numbers": pa.array([1, 2, 3]),
         "lists of numbers": pa.array([[1], [2], [3]]),
         "struct of others": pa.StructArray.from_arrays([pa.array([1, 2, 3])], ["x"]),

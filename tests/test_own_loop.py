@@ -94,7 +94,7 @@ def newcomers_program(
     folder: Path, num_workers: int, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """Run the README's lines, completed, on 32-px images of five colors and a cluster of two CPUs of its own."""
-    (code,) = blocks("python", ROOT / "README.md")
+    _, code = blocks("python", ROOT / "README.md")
     for there, instead in FILLED_IN.items():
         assert code.count(there) == 1, there
         code = code.replace(there, instead)

@@ -30,7 +30,7 @@ from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample, Samples
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failed
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing
 
 logger = logging.getLogger(__name__)
 
@@ -219,17 +219,13 @@ class ItemMaker:
     def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make an item; raises TransformError if the Dataset fails on it."""
         index = index_in(sample.image)
-        try:
+        with failing(f"{self._items.name}[{index}]"):
             item = self._item(index, key)
             if not self._is_settled:
                 self._is_settled = True
                 if self._reached.look():
                     # A generator that it has made drew without a seed.
                     item = self._item(index, key)
-        except NOT_OF_A_SAMPLE:
-            raise
-        except Exception as error:
-            raise failed(f"{self._items.name}[{index}]", error) from error
         return {LABEL: 0, ITEM: item}
 
     def _item(self, index: int, key: Key) -> Any:
@@ -277,11 +273,11 @@ class ItemMaker:
         """Say which item does not go with the first one of its micro-batch."""
         odd = ""
         for number in range(1, len(items)):
-            try:
+            with contextlib.suppress(Exception):
                 self._collate([items[0], items[number]])
-            except Exception:
-                odd = f", where item {index[number]} does not go with item {index[0]}"
-                break
+                continue
+            odd = f", where item {index[number]} does not go with item {index[0]}"
+            break
         words = " ".join(str(error).split())
         return (
             f"collate_fn cannot join items of {self._items.name}{odd}: {type(error).__name__}: {words:.500}; let "

@@ -33,7 +33,7 @@ from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
 from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed, rng_parameter
+from raypipe.transform.user_code import failing, rng_parameter
 
 MakeColumns = Callable[..., Mapping[str, Any]]
 """Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""
@@ -177,7 +177,7 @@ class ColumnMaker:
             rng[self._rng_name] = generator
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
-        try:
+        with failing("transform.make_columns"):
             # it may write into a list
             columns = self._function(copy.deepcopy(stored), **rng)
             if not isinstance(columns, Mapping):
@@ -186,10 +186,6 @@ class ColumnMaker:
                     "batch's columns"
                 )
             computed = {str(name): _as_numpy(value) for name, value in columns.items()}
-        except NOT_OF_A_SAMPLE:
-            raise
-        except Exception as error:
-            raise failed("transform.make_columns", error) from error
         return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | computed
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samp
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.transform_steps import brief
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
+from raypipe.transform.user_code import failing
 from raypipe.transform.view_images import join_crops, view_images
 
 
@@ -215,12 +215,8 @@ class SampleMaker:
             targets = self._decoded_targets(
                 sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             )
-        try:
+        with failing("the transform"):
             transformed = self._transformed(image, _by_keyword(targets), key)
-        except NOT_OF_A_SAMPLE:
-            raise
-        except Exception as error:
-            raise failed("the transform", error) from error
         images = transformed.images
         self._check(images)
         fields = images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import copy
 import functools
 import inspect
@@ -24,6 +25,17 @@ def failed(code_name: str, error: Exception | SystemExit) -> TransformError:
     return TransformError(
         f"{code_name} failed at {raised_at(error)}: {type(error).__name__}: {reason:.500}"
     )
+
+
+@contextlib.contextmanager
+def failing(code_name: str) -> Iterator[None]:
+    """Context manager: an error of the user's code within is the error of a sample, see `failed`."""
+    try:
+        yield
+    except NOT_OF_A_SAMPLE:
+        raise
+    except Exception as error:
+        raise failed(code_name, error) from error
 
 
 def rng_parameter(transform: Any) -> str | None:

@@ -38,12 +38,12 @@ def test_a_package_of_another_version_is_named_with_what_is_wanted(
     version = importlib.metadata.version
     monkeypatch.setattr(
         "importlib.metadata.version",
-        lambda name: "9.9" if name == "albumentations" else version(name),
+        lambda name: "9.9" if name == "simplejpeg" else version(name),
     )
     check = doctor.examined("packages")
     assert (
         check["status"] == "fail"
-        and check["found"] == "ImportError: albumentations is 9.9, not <2.1,>=2.0.8"
+        and check["found"] == "ImportError: simplejpeg is 9.9, not <2,>=1.8"
     )
 
 

@@ -96,14 +96,15 @@ def cases() -> list[Case]:
 
 
 def test_every_format_of_stores_has_damaged_values() -> None:
-    assert {case.store for case in cases()} == {*raypipe.stores._STORES}
+    # a table's values are those of Parquet's columns
+    assert {case.store for case in cases()} == {*raypipe.stores._STORES} - {"table"}
 
 
 def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
     found: dict[str, set[str]] = {}
     for case in cases():
         found.setdefault(case.store, set()).add(case.form.split(",")[0])
-    kinds = {*get_args(FieldKind), *TARGETS}
+    kinds = {*get_args(FieldKind), *TARGETS} - {"item"}
     with_columns = {store for store, kinds_of in found.items() if "text" in kinds_of}
     assert with_columns == {"lmdb", "parquet", "tar"}
     for store in with_columns:

@@ -1,4 +1,4 @@
-"""A training of several processes, by a launcher: launched_stream.py STORE FOLDER ENGINE KIND DIES_AT.
+"""A training of several processes, by a launcher: launched_stream.py STORE FOLDER ENGINE RESUMES KIND DIES_AT.
 
 Each writes the batches that it gets, with a hash of their pixels, into FOLDER, and goes on from the state that the
 first one saves there after each step. KIND says how it learns its share:
@@ -53,7 +53,9 @@ def launch(
     store: Path, folder: Path, kind: str, engine: str = "inline", dies_at: int = 0
 ) -> None:
     """Two processes, of torchrun or of none, to their end."""
-    arguments = [__file__, str(store), str(folder), engine]
+    # processes without a launcher begin apart: one may have saved before the other looks
+    resumes = str(int((folder / "state").exists()))
+    arguments = [__file__, str(store), str(folder), engine, resumes]
     launcher = [sys.executable]
     kinds = [kind]
     if kind == "plain":
@@ -78,7 +80,7 @@ def launch(
 
 
 def main() -> None:
-    store, folder, engine, kind, dies_at = sys.argv[1:]
+    store, folder, engine, resumes, kind, dies_at = sys.argv[1:]
     torch.set_num_threads(1)
     options: dict[str, Any] = {}
     if "/" in kind:
@@ -92,7 +94,7 @@ def main() -> None:
         options = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=axes)}
     loader = raypipe.loader(spec_of(store, engine), **options)
     state = Path(folder, "state")
-    if state.exists():
+    if int(resumes):
         loader.load_state_dict(torch.load(state))
     with Path(folder, f"seen-{rank}").open("a") as file:
         for epoch in loader.epochs():

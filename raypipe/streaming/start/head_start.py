@@ -1,8 +1,8 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
 A micro-batch has the same bits in every process. So a thread of the rank makes the first n, as the inline engine
-does, and the pool begins behind them. If its code draws from the generators of the process, it works only while
-the loop waits:
+does, and the pool begins behind them. A Dataset may draw from the generators of the process, so its items are made
+only while the loop waits; a transform that draws from them is left to the pool:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
@@ -30,6 +30,7 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
+from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.spec import StreamSpec
@@ -267,7 +268,7 @@ class HeadStart:
         maker = MicroBatchMaker(spec)
         with self._changed:
             self._draws_globally = maker.draws_globally
-            if self._draws_globally and self._is_apart:
+            if self._draws_globally and not self._may_draw():
                 # its draws would mix with those of the loop
                 self._most = 0
             self._is_ready = True
@@ -292,6 +293,11 @@ class HeadStart:
             del batch
             if self._num_begun == 1:
                 _make_way()
+
+    def _may_draw(self) -> bool:
+        """Return whether it makes micro-batches, while the loop waits: a Dataset's, if the loop takes them."""
+        is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
+        return is_dataset and not self._is_apart
 
     def _mark(self, makes: bool) -> None:
         if self._marks:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from noisy_dataset import Noisy
 from patience import until
 from pictures import picture
 from ray import cloudpickle
@@ -271,10 +272,16 @@ def drawing(image: np.ndarray) -> np.ndarray:
     return image[: np.random.randint(9, 10), :9].copy()
 
 
-def test_code_that_draws_from_the_process_runs_while_the_loop_waits(
+def test_a_transform_that_draws_from_the_process_is_left_to_actors(
     stores: dict[str, Path],
 ) -> None:
     spec = stream(stores, train_transform=drawing, val_transform=None)
+    head = begun(spec)
+    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
+
+
+def test_items_of_a_dataset_are_made_while_the_loop_waits() -> None:
+    spec = raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
     head = begun(spec)
     until(lambda: head._is_ready)
     head.let(3)
@@ -289,10 +296,8 @@ def test_code_that_draws_from_the_process_runs_while_the_loop_waits(
     assert number == 2 and not head.is_lost
 
 
-def test_code_that_draws_from_the_process_never_runs_beside_a_ring(
-    stores: dict[str, Path],
-) -> None:
-    spec = stream(stores, train_transform=drawing, val_transform=None)
+def test_items_of_a_dataset_are_never_made_beside_a_ring() -> None:
+    spec = raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
     head = begun(spec, is_apart=True)
     assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from traces import checked_file, processes, slices, ways
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.rayext.trace_sender import PERIOD_S
 from raypipe.stores.memory import MemoryStore
 
 pytestmark = [pytest.mark.system, pytest.mark.cluster]
@@ -44,6 +46,9 @@ def test_a_killed_actor_is_in_the_trace(ray_cluster: None, tmp_path: Path) -> No
                 places.append(str(batch.position))
                 if len(places) == 40:
                     order.touch()
+                if len(places) == 300:
+                    # an actor sends its events now and then, and none once the stream has ended
+                    time.sleep(4 * PERIOD_S)
     assert len(places) == 320 and not order.exists()
 
     events = checked_file(file)

@@ -58,5 +58,5 @@ def test_a_traced_run_stops_with_its_trace_and_leaves_nothing(
     output = tmp_path / "t.json"
     found = trace(run, output=str(output), seconds=0.5)
     events = json.loads(output.read_text())["traceEvents"]
-    assert found["processes"] > 2 and len(events) == found["events"]
+    assert found["processes"] >= 1 and len(events) == found["events"]
     assert list((tmp_path / "runs").iterdir()) == []

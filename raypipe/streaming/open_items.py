@@ -14,7 +14,7 @@ from raypipe.importing import loaded_module
 from raypipe.plan.places import Split
 from raypipe.stores.indexed import IndexStore
 from raypipe.streaming.items import DatasetItems
-from raypipe.streaming.planning import PerSource, make_plan, select
+from raypipe.streaming.planning import PerSource, plan_of_selected
 from raypipe.transform.columns import SampleColumns
 
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
@@ -83,18 +83,9 @@ def open_items(
         items["val"] = items_of(val, "val", collate_fn)
         items["train"].share_with(items["val"])
         stores["val"] = _store_of(items["val"])
-    selections, val_selection = select(
-        stores["train"], stores.get("val"), exclude, "", take
+    laid_out = plan_of_selected(
+        plan, stores["train"], stores.get("val"), exclude, "", take
     )
-    laid_out = make_plan(
-        plan,
-        stores["train"],
-        stores.get("val"),
-        selections=selections,
-        val_selection=val_selection,
-    )
-    if take and val_selection:
-        laid_out = laid_out.bound_to({"val": val_selection.signature()})
     return {
         "plan": laid_out,
         "stores": stores,

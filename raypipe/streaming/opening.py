@@ -31,7 +31,7 @@ from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.open_items import check_arguments, is_dataset, open_items
-from raypipe.streaming.planning import PerSource, make_plan, select
+from raypipe.streaming.planning import PerSource, plan_of_selected
 from raypipe.streaming.record.opened import opened_with
 from raypipe.streaming.spec import StreamSpec, UserTransform
 from raypipe.transform.checks import (
@@ -157,12 +157,7 @@ def open_stream(
     transforms, endings = _transforms_of(
         stores, transform, train_transform, val_transform
     )
-    selections, val_selection = select(train_store, val_store, exclude, filter, take)
-    laid_out = make_plan(
-        plan, train_store, val_store, selections=selections, val_selection=val_selection
-    )
-    if take and val_selection:
-        laid_out = laid_out.bound_to({"val": val_selection.signature()})
+    laid_out = plan_of_selected(plan, train_store, val_store, exclude, filter, take)
     check_sizes(transform, transforms, stores, plan)
     sample_columns = _columns_of(
         stores,

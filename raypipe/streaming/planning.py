@@ -75,6 +75,24 @@ def make_plan(
     )
 
 
+def plan_of_selected(
+    config: PlanConfig,
+    train: Store,
+    val: Store | None,
+    exclude: PerSource,
+    filter: PerSource,
+    take: PerSource,
+) -> Plan:
+    """The plan of a run over the selected samples of its stores, see `make_plan` and `select`."""
+    selections, val_selection = select(train, val, exclude, filter, take)
+    plan = make_plan(
+        config, train, val, selections=selections, val_selection=val_selection
+    )
+    if take and val_selection:
+        return plan.bound_to({"val": val_selection.signature()})
+    return plan
+
+
 def _make_sampler(
     config: PlanConfig, stores: Sequence[Store], selections: Sequence[Selection]
 ) -> CustomSampler:

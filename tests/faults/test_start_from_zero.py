@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from raypipe.stores.destination import write_atomically
 
 # The autoscaler looks for requests so seldom, which is longer than two tries of Ray Train's.
 _LOOK_S = 45
+# Ray's line about clusters of other tests
+_OTHER_CLUSTERS = "Found multiple active Ray instances"
 
 
 @pytest.mark.system
@@ -62,8 +65,10 @@ def test_a_start_from_zero_nodes_is_told_in_few_lines_and_is_no_fault(
         assert run.wait() == 0, said
     begin = next(i for i, line in enumerate(said) if "starting 1 trainer" in line)
     end = next(i for i, line in enumerate(said) if "step " in line and i > begin)
-    # each of these nodes sends the lines of the whole machine
-    assert len(set(said[begin:end])) <= 10, "".join(said[begin:end])
+    # Each of these nodes sends the lines of the whole machine; how often progress is told is a matter of pace.
+    sentences = {re.sub(r"\d+", "N", line) for line in said[begin:end]}
+    told = [line for line in sentences if _OTHER_CLUSTERS not in line]
+    assert len(told) <= 10, "".join(said[begin:end])
     assert states == {"waiting"}, said
     records = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
     assert not [line for line in records if json.loads(line)["kind"] == "fault"]

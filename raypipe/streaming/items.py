@@ -25,7 +25,11 @@ from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import pack
-from raypipe.transform.process_state import seed_for_item
+from raypipe.transform.process_state import (
+    costly_states,
+    seed_cheaply,
+    seed_for_item,
+)
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample, Samples
@@ -192,6 +196,8 @@ class ItemMaker:
         self._items = items
         self._collate = items.collate
         self._is_settled = False
+        # whether an item has drawn from the generators that are costly to seed
+        self._seeds_all = False
 
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
@@ -219,14 +225,26 @@ class ItemMaker:
         if not self._is_settled:
             return is_made
         rows = np.flatnonzero(is_wanted)
-        items = list[Any]()
-        with contextlib.suppress(Exception), self._reached.kept():
-            for row, (k0, k1) in zip(rows.tolist(), keys[rows].tolist(), strict=True):
-                items.append(self._drawn(index_in(samples.images[row]), (k0, k1)))
+        wanted = [
+            (index_in(samples.images[row]), (k0, k1))
+            for row, (k0, k1) in zip(rows.tolist(), keys[rows].tolist(), strict=True)
+        ]
+        before = costly_states()
+        items = self._until_one_fails(wanted)
+        if not self._seeds_all and costly_states() != before:
+            self._seeds_all = True
+            items = self._until_one_fails(wanted)
         made = rows[: len(items)]
         is_made[made] = True
         out.put_items(ITEM, first + made, indices[made], items)
         return is_made
+
+    def _until_one_fails(self, wanted: Sequence[tuple[int, Key]]) -> list[Any]:
+        items = list[Any]()
+        with contextlib.suppress(Exception), self._reached.kept():
+            for index, key in wanted:
+                items.append(self._drawn(index, key))
+        return items
 
     def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make an item; raises TransformError if the Dataset fails on it."""
@@ -242,11 +260,16 @@ class ItemMaker:
 
     def _item(self, index: int, key: Key) -> Any:
         with self._reached.kept():
-            return self._drawn(index, key)
+            self._seed(key)
+            return self._items.dataset[index]
 
     def _drawn(self, index: int, key: Key) -> Any:
         """Make an item under its key, within `ReachedGenerators.kept`."""
-        self._seed(key)
+        if self._seeds_all:
+            self._seed(key)
+        else:
+            self._reached.rewind(key)
+            seed_cheaply(key[0])
         return self._items.dataset[index]
 
     def _seed(self, key: Key) -> None:

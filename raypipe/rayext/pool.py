@@ -188,7 +188,8 @@ class PoolKeeper:
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
         self._most: int | None = None  # limit of actors meanwhile; None = none
-        self._awaited: float | None = None  # CPUs, as the Supervisor was told
+        # CPUs to take and to release, as the Supervisor was told
+        self._awaited: tuple[float, float] | None = None
 
     def give_way(self, cpus: float) -> None:
         """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""
@@ -295,10 +296,11 @@ class PoolKeeper:
         if self._sizer is None:
             size = max(size, self._planned_size())
         running = self._pool.num_running_actors() - self._pool.num_restarting_actors()
-        awaited = max(0, size - running) * self._cpus
+        surplus = size - self._most if self._most is not None else 0
+        awaited = max(0, size - running) * self._cpus, max(0, surplus) * self._cpus
         if awaited != self._awaited:
             self._awaited = awaited
-            self._supervisor.pool_awaits.remote(awaited)
+            self._supervisor.pool_awaits.remote(*awaited)
 
     def _start_others(self) -> None:
         """Start the actors that waited for the first block."""

@@ -55,6 +55,7 @@ _REMEMBERED = (
     "_left",
     "_given",
     "_pool_awaits",
+    "_pool_gives",
     "_has_begun",
     "_least_cpus",
     "_shared",
@@ -133,6 +134,7 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._given = 0.0  # CPUs left to other streams
         self._pool_awaits = 0.0  # CPUs
+        self._pool_gives = 0.0  # CPUs of actors that it will release
         self._has_begun = False  # the execution that has the pool
         self._least_cpus = 0.0  # the pool keeps these if other streams ask
         self._shared: dict[str, bytes] = {}
@@ -310,11 +312,17 @@ class Supervisor:
             self._least_cpus = least_cpus
             self._remember()
 
-    def pool_awaits(self, cpus: float) -> None:
-        """The pool's execution has begun; its actors that have not started need so many CPUs."""
+    def pool_awaits(self, cpus: float, giving_cpus: float) -> None:
+        """The pool's execution has begun; its actors that have not started need so many CPUs, and those that it will
+        release for other streams have so many."""
         self._has_begun = True
         self._pool_awaits = cpus
+        self._pool_gives = giving_cpus
         self._remember()
+
+    def giving_cpus(self) -> float:
+        """Return the CPUs that the pool has been asked for, and will release."""
+        return self._pool_gives
 
     def awaited_cpus(self) -> float:
         """Return the CPUs that the pool will still take, less those that it leaves to other streams."""

@@ -18,7 +18,7 @@ from raypipe.streaming.lifetime import end_oldest, supervisors
 _logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
-# Time for other pools to give way: they know within a second or two, and actors finish their blocks.
+# Time for other pools to hear of it. Those that have are waited for: their actors finish their blocks.
 _GIVE_WAY_S = 6.0
 _ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
@@ -56,7 +56,7 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
 
     def has_room() -> bool:
         # asked first: an actor that starts in between counts twice, and not never
-        awaited_cpus = _awaited_cpus(open_streams)
+        awaited_cpus = _sum_of("awaited_cpus", open_streams)
         return cluster_resources().free_cpus - awaited_cpus >= cpus
 
     if not open_streams or has_room():
@@ -70,14 +70,16 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
                     supervisor.give_way.remote(more)
 
     ask(cpus)
-    while not has_room() and time.monotonic() < deadline:
+    while not has_room():
+        if time.monotonic() > deadline and not _sum_of("giving_cpus", open_streams):
+            break
         time.sleep(0.1)
     return functools.partial(ask, -cpus)
 
 
-def _awaited_cpus(open_streams: list[Any]) -> float:
-    """Return the CPUs that pools of these supervisors will still take; one that does not answer takes none."""
-    asked = [supervisor.awaited_cpus.remote() for supervisor in open_streams]
+def _sum_of(method: str, open_streams: list[Any]) -> float:
+    """Return the sum of what these supervisors answer; one that does not adds nothing."""
+    asked = [getattr(supervisor, method).remote() for supervisor in open_streams]
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
     total = 0.0
     for answer in answered:

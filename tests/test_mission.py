@@ -385,7 +385,7 @@ def test_interleave_prefetch_parallel_map_autotune(tmp_path: Path) -> None:
         return len(made) == 2 and num_made >= 40
 
     train = store_of("many parquet", tmp_path)
-    long = {"plan": replace(PLAN, epochs=400), "pool": raypipe.PoolConfig()}
+    long = {"plan": replace(PLAN, epochs=40_000), "pool": raypipe.PoolConfig()}
     with raypipe.loader(spec_of(train, train_transform=transform, **long)) as loader:
         batches = (batch for epoch in loader.epochs() for batch in epoch.train)
         index = next(batches).index

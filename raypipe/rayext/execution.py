@@ -247,6 +247,9 @@ class StreamAutoscaler:
         """Do the work of a turn: size the pool, record metrics, report to the Supervisor."""
         now = time.monotonic()
         flow = self._flow
+        if flow.pool.has_execution_finished():
+            self._keeper.release_all()
+            return
         self._take_answer()
         waiting = flow.waiting()
         ranks_waiting = max(

@@ -239,6 +239,12 @@ class PoolKeeper:
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
+    def release_all(self) -> None:
+        """Release the actors, for other streams, once all blocks are made; Ray starts one again if a block is lost."""
+        if self._pool.current_size():
+            self._pool.shutdown()
+            self._tell_awaited()
+
     def _size(
         self, now: float, finished: int, ranks_waiting: float, moved: bool = True
     ) -> None:

@@ -133,6 +133,7 @@ class Supervisor:
         self._events = Events()
         self._left: set[int] = set()  # ranks
         self._given = 0.0  # CPUs left to other streams
+        self._told = 0.0  # what the pool knows of them
         self._pool_awaits = 0.0  # CPUs
         self._pool_gives = 0.0  # CPUs of actors that it will release
         self._has_begun = False  # the execution that has the pool
@@ -292,6 +293,7 @@ class Supervisor:
             self._ready += ready
             self._num_looks += 1
         now = time.monotonic()
+        self._told = self._given
         return Word(
             sum(now - since > _WAITS_S for since in self._waits.values()), self._given
         )
@@ -313,16 +315,15 @@ class Supervisor:
             self._remember()
 
     def pool_awaits(self, cpus: float, giving_cpus: float) -> None:
-        """The pool's execution has begun; its actors that have not started need so many CPUs, and those that it will
-        release for other streams have so many."""
+        """The pool's execution has begun; its actors still need these CPUs, and it will release those."""
         self._has_begun = True
         self._pool_awaits = cpus
         self._pool_gives = giving_cpus
         self._remember()
 
     def giving_cpus(self) -> float:
-        """Return the CPUs that the pool has been asked for, and will release."""
-        return self._pool_gives
+        """Return the CPUs that the pool will release for other streams, or is still to be asked for."""
+        return self._pool_gives if self._told == self._given else self._given
 
     def awaited_cpus(self) -> float:
         """Return the CPUs that the pool will still take, less those that it leaves to other streams."""

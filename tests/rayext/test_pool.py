@@ -259,12 +259,12 @@ class Keeper(PoolKeeper):
     def __init__(self, pool: Pool) -> None:
         self.notes: list[str] = []
         self.scaled: list[str] = []
-        self.awaited: list[float] = []
+        self.awaited: list[tuple[float, float]] = []
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
             pool_scaled=SimpleNamespace(remote=self.scaled.append),
             pool_waits=SimpleNamespace(remote=self.scaled.append),
-            pool_awaits=SimpleNamespace(remote=self.awaited.append),
+            pool_awaits=SimpleNamespace(remote=lambda *cpus: self.awaited.append(cpus)),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
         lost: Any = SimpleNamespace(make_again=self._given_to_others)

@@ -668,13 +668,15 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
             cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
         )
 
-    def awaited_cpus(supervisors: list[Remote]) -> float:
+    def answers(method: str, supervisors: list[Remote]) -> dict[Remote, float]:
+        if method == "giving_cpus":
+            return dict.fromkeys(supervisors, 0.0)
         # a pool's wish, and what it has given away
-        return sum(awaited[0] - sum(supervisor.asked) for supervisor in supervisors)
+        return {one: max(0.0, awaited[0] - sum(one.asked)) for one in supervisors}
 
     awaited = [0.0]
     monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", lambda _: 0.0)
+    monkeypatch.setattr("raypipe.streaming.start.room._answers", answers)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
     give_back = room.ask_for_room(pool)
@@ -687,7 +689,6 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     room.ask_for_room(pool)()  # there is room
     assert first[0]._stream.supervisor.asked == [2.0, -2.0]
     # there is room, and actors of both pools are to take it
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", awaited_cpus)
     awaited[0] = 1.5
     room.ask_for_room(pool)()
     assert first[0]._stream.supervisor.asked == [2.0, -2.0, 2.0, -2.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -172,17 +171,6 @@ def test_own_operations_follow_those_of_the_preset() -> None:
         torch.testing.assert_close(inverted, 1 - light)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_make_images_of_the_same_size_in_range(preset: Any) -> None:
-    image = images(6, 24, 20)
-    whole = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    for seed in range(5):
-        out, _ = run(AugmentConfig(preset=preset, **whole), image, seed)
-        assert out.shape == image.shape and out.dtype == torch.float32
-        assert out.min() > -1e-5 and out.max() < 1 + 1e-5
-    assert (preset == "none") == torch.allclose(out, image / 255)
-
-
 def test_an_operation_that_makes_the_size_is_always_applied() -> None:
     config = AugmentConfig(ops=[{"op": "RandomResizedCrop", "size": [8, 8], "p": 1.0}])
     assert apply(config, torch.rand(4, 3, 16, 16), strength=0.1).shape == (4, 3, 8, 8)
@@ -346,35 +334,6 @@ def test_ramps_that_overlap_are_refused() -> None:
         match=r"augment\.strength must be a number, or \[RISE, PEAK, FALL\], got",
     ):
         AugmentConfig(strength=(0.6, 1))
-
-
-def test_the_device_that_is_current_is_seeded_where_it_has_no_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generators = [torch.Generator().manual_seed(0) for _ in range(4)]  # of four devices
-    forked = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(
-        torch.random,
-        "fork_rng",
-        lambda devices: forked.append(devices) or nullcontext(),
-    )
-    # what is on the device
-    monkeypatch.setattr(
-        "raypipe.device.augment.Normalize", lambda *_: lambda image: image
-    )
-    before = torch.get_rng_state()
-    try:
-        augment = DeviceAugment(
-            AugmentConfig(module="torch.nn:Identity"), torch.device("cuda")
-        )
-        augment(torch.zeros(2, 3, 4, 4), torch.zeros(2), np.ones(2, bool), seed=7)
-    finally:
-        torch.set_rng_state(before)
-    assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
-    # as it is built, and as it is called
-    assert forked == [[torch.device("cuda", 2)]] * 2
 
 
 @pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}])

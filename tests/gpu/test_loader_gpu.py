@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -98,60 +97,3 @@ def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(
     ]
     assert not ranks[0].keys() & ranks[1].keys()
     assert ranks[0] | ranks[1] == hashes(spec, device="cuda", augment=STRONG)
-
-
-def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
-    import io
-
-    from PIL import Image
-
-    from raypipe.stores.writers import ParquetWriter
-
-    def png(pixels: np.ndarray) -> bytes:
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        return file.getvalue()
-
-    rng = np.random.default_rng(0)
-    columns = {"image": "binary", "seg": "binary", "objects": "binary"}
-    with ParquetWriter(tmp_path / "squares.parquet", columns) as writer:
-        for _ in range(24):
-            x, y, side = rng.integers(4, 30, 3).tolist()
-            mask = np.zeros((64, 64), np.uint8)
-            mask[y : y + side, x : x + side] = 1
-            boxes = np.array([[x, y, x + side, y + side, 0]], "<f4").tobytes()
-            image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
-            writer.append({"image": image, "seg": png(mask), "objects": boxes})
-    spec = open_stream(
-        tmp_path / "squares.parquet",
-        plan=PlanConfig(epochs=1, micro_batch_size=6),
-        transform=TransformConfig(
-            train="light",
-            size=32,
-            targets={"mask": "seg", "boxes": "objects", "max": 4},
-        ),
-        target_column=None,
-    )
-    on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
-    for device, kept in on.items():
-        for batch in without_ray.every_batch(loader(spec, device=device, max_actors=1)):
-            assert (
-                batch.fields["mask"].device.type
-                == batch.fields["boxes"].device.type
-                == device
-            )
-            kept.append(
-                tuple(
-                    part.clone().cpu()
-                    for part in (
-                        batch.image,
-                        batch.fields["mask"],
-                        batch.fields["boxes"],
-                    )
-                )
-            )
-    assert len(on["cuda"]) == 4
-    for found, expected in zip(on["cuda"], on["cpu"], strict=True):
-        assert all(
-            torch.equal(one, other) for one, other in zip(found, expected, strict=True)
-        )

@@ -43,9 +43,7 @@ UNLIKE = {
 }
 # Those that take more than some seconds here.
 LONG = {
-    "test_the_host_never_waits_in_steady_state",
     "test_repeated_and_resumed_runs_end_with_the_same_bits",
-    "test_the_whole_device_side_gives_the_same_bits_on_any_stream",
     "test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace",
     "test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding",
 }

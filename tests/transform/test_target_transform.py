@@ -134,12 +134,6 @@ def test_what_a_preset_pads_is_no_class(name: str) -> None:
     assert 0 < max(padded) < 0.5
 
 
-def test_no_transform_leaves_all_as_it_is() -> None:
-    image, mask, boxes, _ = one(None, SCENES[3], (1, 2)).values()
-    assert image.shape == (192, 256, 3) and mask.sum() == mask[mask == 1].sum() > 0
-    assert boxes.tolist() == [list(map(float, SCENES[3].columns["objects"][0]))]
-
-
 # The image is the same
 
 OTHERS = {
@@ -202,18 +196,6 @@ def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
     )
 
 
-def test_padding_alone_has_the_shape_that_the_others_have() -> None:
-    batch, _ = run(
-        both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]), [], KEYS, padding=2
-    )
-    assert {name: array.shape for name, array in batch.arrays().items()} == {
-        "image": (2, 192, 256, 3),
-        "mask": (2, 192, 256),
-        "boxes": (2, 4, 5),
-        "label": (2,),
-    }
-
-
 BAD = {
     "image": (SCENES[1]._replace(image=b"bad"), "not an image"),
     "mask": (other("seg", b"bad"), "the mask is no PNG"),
@@ -246,15 +228,6 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
     assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
         run(both(made, max_bad_fraction=0), [SCENES[0], sample], KEYS)
-
-
-def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
-    batch, _ = run(
-        both(pipeline("resize"), exact=True), [BAD["mask"][0], SCENES[1]], KEYS
-    )
-    assert batch.weight.tolist() == [0, 1]
-    assert not batch["image"][0].any() and (batch["mask"][0] == IGNORE).all()
-    assert (batch["boxes"][0, :, 4] == -1).all() and batch["boxes"][1, 0, 4] == 1
 
 
 def test_more_boxes_than_there_is_room_for_end_the_run() -> None:

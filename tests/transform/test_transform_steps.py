@@ -72,14 +72,6 @@ def test_steps_make_the_pixels_of_the_same_pipeline_in_python() -> None:
     assert len(set(results(pipeline()))) == len(KEYS)
 
 
-def test_a_step_may_have_no_arguments() -> None:
-    assert (
-        results(build([{"Transpose": None}]))
-        == results(build([{"Transpose": {}}]))
-        == results(A.Compose([A.Transpose()]))
-    )
-
-
 def test_one_compose_is_the_pipeline_itself() -> None:
     made = build([{"Compose": {"transforms": [{"VerticalFlip": {"p": 1}}], "p": 0.5}}])
     assert made.p == 0.5 and type(made.transforms[0]) is A.VerticalFlip

@@ -86,6 +86,9 @@ def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
     for decoder in (decode, decode_array):
         with pytest.raises(SampleError, match="checksum"):
             decoder(png)
+    mask = with_chunk(saved(MASK), chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    with pytest.raises(SampleError, match="checksum"):
+        decode_mask(mask, MASK.shape)
 
 
 def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:

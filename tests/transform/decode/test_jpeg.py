@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bombs
@@ -28,14 +27,6 @@ needs_extension = pytest.mark.skipif(
     bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}"
 )
 RNG = np.random.default_rng(0)
-
-
-@contextlib.contextmanager
-def no_extension() -> Iterator[None]:
-    """What a node without the extension does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jpeg_module, "why_no_kernel", lambda: "not built")
-        yield
 
 
 def noise(height: int, width: int) -> np.ndarray:
@@ -74,31 +65,6 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     "RGB, not YCbCr": lambda image: by_pillow(image, keep_rgb=True),
     "CMYK": lambda image: by_pillow(image, "CMYK"),
 }
-
-
-def boxes(height: int, width: int, num: int) -> Iterator[Box]:
-    """Corners, edges, single pixels, the whole, and boxes anywhere."""
-    yield from [
-        (0, 0, height, width),
-        (0, 0, 1, 1),
-        (height - 1, width - 1, 1, 1),
-        (0, width // 2, height, 1),
-    ]
-    for _ in range(num):
-        h, w = int(RNG.integers(1, height + 1)), int(RNG.integers(1, width + 1))
-        yield int(RNG.integers(height - h + 1)), int(RNG.integers(width - w + 1)), h, w
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (33, 50), (64, 64), (101, 83)])
-def test_a_box_has_the_pixels_of_the_whole_to_the_bit(
-    kind: str, shape: tuple[int, int]
-) -> None:
-    data = KINDS[kind](noise(*shape))
-    whole = decode(data)
-    for box in boxes(*shape, 12):
-        assert np.array_equal(decode_box(data, box), cut(whole, box)), box
 
 
 @needs_extension

@@ -211,49 +211,50 @@ def test_reduced_decoding_stays_at_or_above_min_side(
         np.testing.assert_array_equal(full, reduced)
 
 
-def test_size_limit_holds_before_any_pixel_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    jpeg = bytearray(encoded(picture(), "JPEG"))
-    at = jpeg.index(b"\xff\xc0") + 5
-    jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
-    gif = bytearray(encoded(picture(), "GIF"))
-    gif[6:10] = struct.pack("<HH", 60000, 60000)
-    bmp = bytearray(encoded(picture(), "BMP"))
-    bmp[18:26] = struct.pack("<ii", 60000, 60000)
-    tiff = encoded(picture(), "TIFF")
-    # the directory comes first
-    assert tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
-    tiff_bomb = bytearray(tiff)
-    for entry in range(10, 10 + 12 * int.from_bytes(tiff[8:10], "little"), 12):
-        if int.from_bytes(tiff[entry : entry + 2], "little") in (256, 257):
-            tiff_bomb[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, 60000)
-    plain, with_metadata = (
-        png_bomb(60000, 60000),
-        png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
-    )
-    for data in (plain, with_metadata, jpeg, gif, bmp, tiff_bomb):
-        tracemalloc.start()
-        with pytest.raises(
-            SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
-        ):
-            decode(bytes(data))
-        assert tracemalloc.get_traced_memory()[1] < 50e6
-        tracemalloc.stop()
-    canvas = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
-    animation = b"RIFF" + (len(canvas) + 4).to_bytes(4, "little") + b"WEBP" + canvas
+def sized(kind: str, marker: bytes, distance: int, size: bytes) -> bytes:
+    """An image that says it has other sides: `size` stands at a distance behind a marker."""
+    data = bytearray(encoded(picture(), kind))
+    start = data.index(marker) + distance
+    data[start : start + len(size)] = size
+    return bytes(data)
+
+
+CANVAS = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
+# Tags of a TIFF's directory: width and height, each one number of 32 bits.
+TIFF_SIDES = b"".join(struct.pack("<HHII", tag, 4, 1, 60000) for tag in (256, 257))
+BOMBS = {
+    "PNG": lambda: png_bomb(60000, 60000),
+    "PNG with metadata": lambda: png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
+    "JPEG": lambda: sized("JPEG", b"\xff\xc0", 5, struct.pack(">HH", 60000, 60000)),
+    "GIF": lambda: sized("GIF", b"GIF", 6, struct.pack("<HH", 60000, 60000)),
+    "BMP": lambda: sized("BMP", b"BM", 18, struct.pack("<ii", 60000, 60000)),
+    "TIFF": lambda: sized("TIFF", struct.pack("<H", 256), 0, TIFF_SIDES),
+    "WebP": lambda: b"RIFF\x16\0\0\0WEBP" + CANVAS,
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_size_limit_holds_before_any_pixel_is_allocated(kind: str) -> None:
+    bomb = BOMBS[kind]()
+    tracemalloc.start()
     with pytest.raises(
         SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
     ):
-        decode(animation)
-    image = picture()
-    for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
-        webp = encoded(image, "WEBP", **options)
-        monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
-        with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
-            decode(webp)
-        monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
-        assert decode(webp).shape == (37, 53, 3)
+        decode(bomb)
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}])
+def test_an_image_may_have_as_many_pixels_as_the_limit(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webp = encoded(picture(), "WEBP", **options)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
+    with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
+        decode(webp)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
+    assert decode(webp).shape == (37, 53, 3)
 
 
 OVER_A_LIMIT = {
@@ -422,17 +423,6 @@ def test_truncated_jpeg_says_so() -> None:
         decode(data[:-20])
 
 
-def test_damaged_png_writes_nothing_to_stderr(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
-    good = encoded(picture(), "PNG")
-    for at in range(8, len(good), 7):
-        with contextlib.suppress(SampleError):
-            decode(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
-    assert capfd.readouterr().err == ""
-
-
 class Trap:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch trapped",)
@@ -487,17 +477,6 @@ def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) ->
     else:
         assert min(small.shape[:2]) == 50
         assert abs(max(small.shape[:2]) - 50 * max(shape) / min(shape)) <= 0.5
-
-
-def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
-    code = (
-        "import sys, raypipe.transform.decode.rgb; "
-        "print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "set()"
 
 
 def gray_alpha(extra: str) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from waiting import waiting_is_an_error
 
-from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import has_drained, mark
 from raypipe.metrics.utilization import Utilization, mean_share
@@ -209,63 +209,38 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
     assert (static == 0).all()
 
 
-def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
+def test_a_captured_step_reads_what_the_ring_brings_beside_it() -> None:
     """The ring's thread takes memory while the step is captured: see benchmarks/results/gpu.md."""
+    image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
+    total = torch.zeros((), dtype=torch.int64, device=CUDA)
+    capturing = threading.Event()
+    filled = threading.Event()
 
-    def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
-        torch.manual_seed(0)
-        last = torch.nn.Linear(4 * 62 * 62, 9)
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), last
-        ).to(CUDA)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
-        target, loss = (
-            torch.zeros(16, dtype=torch.int64, device=CUDA),
-            torch.zeros((), device=CUDA),
-        )
-        capturing, filled = threading.Event(), threading.Event()
+    def source() -> Iterator[MicroBatch]:
+        yield host_batch(0)
+        capturing.wait()
+        yield host_batch(1, size=15)  # for which there are no slots as yet
+        filled.set()
+        yield from map(host_batch, range(2, 20))
 
-        def source() -> Iterator[MicroBatch]:
-            yield host_batch(0)
-            capturing.wait()
-            yield host_batch(1, size=15)  # for which there are no slots as yet
-            filled.set()
-            yield from map(host_batch, range(2, 20))
+    def step() -> None:
+        total.add_(image[:, 0, 0, 0].sum())
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=False)
-            found = torch.nn.functional.cross_entropy(model(image / 255), target % 9)
-            found.backward()
-            optimizer.step()
-            loss.copy_(found.detach())
-
-        def use(batch: Batch) -> None:
-            image.copy_(batch.image)
-            target.copy_(batch.target)
-
-        batches = iter(on_device(source(), CUDA, lambda at: 0))
-        use(next(batches))
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):  # as torch asks for before a capture
-            step()
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        if captured:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                capturing.set()
-                assert filled.wait()
-                step()
+    batches = iter(on_device(source(), CUDA, lambda at: 0))
+    image.copy_(next(batches).image)
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):  # as torch asks for before a capture
+        step()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         capturing.set()
-        losses = []
-        for batch in batches:
-            if len(batch.target) == 16:
-                use(batch)
-                graph.replay() if captured else step()
-                losses.append(loss.clone())
-        return [float(each) for each in losses], last.weight.detach()
-
-    (losses, weight), (expected, expected_weight) = trained(True), trained(False)
-    assert len(losses) == 18 and losses == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(weight, expected_weight, rtol=1e-3, atol=1e-5)
+        assert filled.wait()
+        step()
+    total.zero_()
+    for batch in batches:
+        if len(batch.target) == 16:
+            image.copy_(batch.image)
+            graph.replay()
+    assert int(total) == 16 * sum(range(2, 20))

@@ -41,23 +41,19 @@ def without_scans(data: bytes) -> bytes:
 
 
 KINDS: dict[str, list[bytes]] = {
-    "baseline": [COLOR],
-    "progressive": [PROGRESSIVE],
-    "progressive gray": [saved(PIXELS.convert("L"), progressive=True)],
-    "gray beside color": [GRAY, COLOR],
     "all beside each other": [
         GRAY,
         COLOR,
         PROGRESSIVE,
         saved(PIXELS, optimize=True),
+        saved(PIXELS, restart_marker_blocks=1),
+        without_tables(COLOR),
         seekable(COLOR),
     ],
     "own tables": [
         saved(PIXELS, optimize=True),
         saved(PIXELS, optimize=True, quality=30),
     ],
-    "the standard's tables": [without_tables(COLOR)],
-    "restart markers": [saved(PIXELS, restart_marker_blocks=1)],
     "arithmetic": [arithmetic(RNG, 3, False), arithmetic(RNG, 1, True)],
     "seekable": [seekable(COLOR), seekable(PROGRESSIVE)],
     "broken": [

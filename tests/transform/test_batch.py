@@ -83,15 +83,6 @@ ALBUMENTATIONS = {
     "nested": lambda: A.Sequential(
         [A.OneOf([A.Compose([A.GaussNoise(p=1)]), A.RandomRotate90(p=1)], p=1)], p=0.8
     ),
-    "color jitter": lambda: A.ColorJitter(*[(0.8, 1.2)] * 3, (-0.1, 0.1), p=1),
-    "motion blur": lambda: A.MotionBlur(p=0.7),
-    "random resized crop": lambda: A.RandomResizedCrop((32, 32)),
-    "brightness": lambda: A.RandomBrightnessContrast(p=1),
-    "noise": lambda: A.GaussNoise(p=1),
-    "elastic": lambda: A.ElasticTransform(p=1),
-    "dropout": lambda: A.CoarseDropout(p=1),
-    "shot and salt": lambda: A.Compose([A.ShotNoise(p=1), A.SaltAndPepper(p=0.5)]),
-    "spatter": lambda: A.Spatter(p=1),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "torchvision v2": lambda: v2.Compose(

@@ -95,36 +95,6 @@ def pipeline(name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
-def test_mask_and_box_are_where_the_square_is(name: str) -> None:
-    transform, num_seen = both(pipeline(name)).sample_maker, 0
-    # 5 pixels: what nearest and blurred edges differ by, enlarged
-    kernel = np.ones((11, 11), np.uint8)
-    for number, key in enumerate(KEYS.tolist()):
-        image, mask, boxes, _ = transform.slow(SCENES[number % 12], tuple(key)).values()
-        assert (
-            image.shape == (128, 128, 3)
-            and mask.shape == (128, 128)
-            and mask.dtype == np.uint8
-        )
-        assert set(np.unique(mask)) <= {0, 1, IGNORE}
-        square = (image[:, :, 1] > 100).astype(np.uint8)
-        seen = (mask == 1).astype(np.uint8)
-        assert (cv2.erode(square, kernel) <= seen).all() and (
-            seen <= cv2.dilate(square, kernel)
-        ).all()
-        rows, cols = np.flatnonzero(seen.any(1)), np.flatnonzero(seen.any(0))
-        if min(len(rows), len(cols)) <= 5:
-            continue
-        num_seen += 1
-        ((x0, y0, x1, y1, label),) = boxes.tolist()
-        assert label == number % 12
-        np.testing.assert_allclose(
-            [x0, y0, x1, y1], [cols[0], rows[0], cols[-1] + 1, rows[-1] + 1], atol=5
-        )
-    assert num_seen > 25
-
-
 @pytest.mark.parametrize("name", ["flip-crop", "small"])
 def test_what_a_preset_pads_is_no_class(name: str) -> None:
     padded = [

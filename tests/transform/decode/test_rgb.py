@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image, ImageOps
+from PIL import Image
 
 from raypipe.errors import SampleError
 from raypipe.transform.decode import limits, rgb
@@ -167,26 +167,6 @@ def test_any_bytes_like_value_will_do(wrap: Any) -> None:
     for kind in ("JPEG", "PNG", "GIF"):
         data = encoded(picture(), kind)
         np.testing.assert_array_equal(decode(wrap(data)), decode(data))
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize(
-    "orientation", range(10)
-)  # 0 and 9 are not defined, and ignored
-def test_exif_orientation_is_ignored_unless_asked_for(
-    kind: str, orientation: int
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(picture(), kind, exif=exif.tobytes())
-    upright = np.array(
-        ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-    )
-    assert decode(data).shape == (37, 53, 3)
-    assert np.abs(decode(data).astype(int) - by_pillow(data)).max() <= 2
-    assert decode(data, exif=True).shape == upright.shape
-    assert np.abs(decode(data, exif=True).astype(int) - upright).max() <= 2
-    assert decode(data, exif=True).flags.c_contiguous
 
 
 def test_damaged_exif_does_not_spoil_the_pixels() -> None:

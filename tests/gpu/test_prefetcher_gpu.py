@@ -56,8 +56,8 @@ def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
         torch.cuda._sleep(BUSY)
         parts = (batch.image, batch.target, batch.fields["mask"])
         kept.append([part.clone() for part in parts])
-    for step, parts in enumerate(kept):
-        assert all((part == step).all() for part in parts)
+    for step, of_step in enumerate(kept):
+        assert all((part == step).all() for part in of_step)
 
 
 def test_a_consumer_may_change_its_stream_between_batches() -> None:

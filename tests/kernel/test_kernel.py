@@ -21,7 +21,6 @@ from fuzz_kernel import fuzz_run
 from raypipe import kernel
 from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, reference
 from raypipe.kernel import Op as Code
-from raypipe.kernel.ops import AREA
 from raypipe.kernel.reference import OPERATIONS
 
 pytestmark = pytest.mark.skipif(
@@ -98,31 +97,6 @@ def test_cubic_is_that_of_the_reference_and_within_a_level_of_opencv(simd: int) 
         assert abs(reference.resize(image, [height, width, CUBIC]) - exact).max() <= 1
 
 
-def test_area_is_that_of_opencv_or_refused(simd: int) -> None:
-    rng = np.random.default_rng(simd)
-    num_refused = 0
-    for number in range(200):
-        result = rng.integers(1, 40, 2)
-        source = (
-            result * rng.integers(1, 7, 2) if number % 2 else rng.integers(1, 60, 2)
-        )
-        height, width = map(int, result)
-        image = noise(rng, *source)
-        made = one(image, [(RESIZE, [height, width, AREA])], (height, width))
-        if isinstance(made, int):
-            num_refused += 1
-            assert (
-                made == kernel.BAD_PARAMS
-                and number % 2 == 0
-                and (source >= result).all()
-            )
-        else:
-            assert np.array_equal(
-                made, cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-            )
-    assert num_refused < 60
-
-
 @pytest.mark.parametrize("border", range(5))
 def test_pad_is_that_of_opencv(border: int) -> None:
     rng = np.random.default_rng(border)
@@ -193,11 +167,3 @@ def test_codes_of_the_longest_values_are_skipped(simd: int, sampling: str) -> No
         data = simplejpeg.encode_jpeg(image, 100, "RGB", sampling)
         expected = simplejpeg.decode_jpeg(data, "RGB")[210:250, 3:43]
         assert np.array_equal(one(data, [(CROP, [210, 3, 40, 40])], (40, 40)), expected)
-
-
-def test_a_block_whose_sum_does_not_fit_is_left_to_opencv() -> None:
-    """A mean over more than 2^31 / 255 pixels."""
-    pixels = np.full((4096, 2060, 3), 255, np.uint8)
-    program: list[Op] = [(RESIZE, [1, 1, AREA])]
-    assert one(pixels, program, (1, 1)) == kernel.BAD_PARAMS
-    assert np.array_equal(one(pixels[:4000], program, (1, 1)), [[[255] * 3]])

@@ -107,7 +107,7 @@ BAD: list[tuple[Op, list[int], int, list[int]]] = [
     (Op.CROP, [0, 0, 1, 1], 2, [0, HEIGHT + 1, MAX]),
     (Op.RESIZE, [5, 5, 1], 0, [0, -1, 65_501, MAX, MIN]),
     (Op.RESIZE, [5, 65_500, 1], 0, [65_500]),
-    (Op.RESIZE, [5, 5, 1], 2, [-1, 4]),
+    (Op.RESIZE, [5, 5, 1], 2, [-1, 3]),
     (Op.PAD, PAD, 0, [-1, 65_500, MAX]),
     (Op.PAD, PAD, 4, [-1, 5]),
     (Op.PAD, PAD, 6, [-1, 256]),

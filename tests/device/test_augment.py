@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, Normalize, build_operation
 from raypipe.device.fused import PRESETS
 from raypipe.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 ALL = np.ones(8, bool)

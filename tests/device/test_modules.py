@@ -10,7 +10,6 @@ import kornia.augmentation as K  # noqa: N812 # as everybody writes it
 import numpy as np
 import pytest
 import torch
-from pretend import CPU
 from torch import nn
 from torchvision.transforms import v2
 
@@ -23,6 +22,8 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import LABEL, MicroBatch
+
+CPU = torch.device("cpu")
 
 ROWS, SIZE = 6, 32
 JOINT = ["mask", "boxes", "keypoints"]

@@ -22,7 +22,6 @@ import pytest
 import simulated_cuda
 import torch
 import torch.distributed.tensor  # which an optimizer imports, and cannot while torch.Generator is pretended
-from pretend import READS
 from simulated_cuda import CUDA, Cuda, Stream, mapped, memory_of, tensors_of
 from tiers import is_soak
 
@@ -41,6 +40,15 @@ UNLIKE = {
         "the tensors have no storage on the device"
     ),
 }
+# Operations by which the host reads a value of the device, and so waits for it.
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "equal.default",
+    "unique",
+)
 # Those that take more than some seconds here.
 LONG = {
     "test_repeated_and_resumed_runs_end_with_the_same_bits",

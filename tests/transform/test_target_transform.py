@@ -109,13 +109,8 @@ def test_what_a_preset_pads_is_no_class(name: str) -> None:
 OTHERS = {
     "elastic": lambda: A.ElasticTransform(p=1),
     "grid distortion": lambda: A.GridDistortion(p=1),
-    "optical distortion": lambda: A.OpticalDistortion(p=1),
-    "coarse dropout": lambda: A.CoarseDropout(p=1),
     "grid dropout": lambda: A.GridDropout(p=1),
-    "pixel dropout": lambda: A.PixelDropout(p=1, mask_drop_value=0),
-    "crop and pad": lambda: A.CropAndPad(percent=(-0.2, 0.2), p=1),
     "safe rotate": lambda: A.SafeRotate(p=1),
-    "d4": lambda: A.D4(p=1),
     "some of": lambda: A.SomeOf(
         [A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2
     ),

@@ -82,11 +82,8 @@ def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(
 
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("compression", PACKED)
-@pytest.mark.parametrize("channels", [1, 4, 7])
-@pytest.mark.parametrize(
-    "dtype",
-    ["uint8", "uint16", "int16", "uint32", "uint64", "float16", "float32", "float64"],
-)
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64", "float32"])
 def test_a_tiff_comes_back_value_by_value(
     dtype: str, channels: int, compression: int, order: str
 ) -> None:

@@ -19,44 +19,9 @@ HEIGHT, WIDTH = 21, 17
 IMAGE = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 MAX, MIN = (1 << 63) - 1, -(1 << 63)
 # On both sides of each limit that an operation has.
-EDGES = [
-    *(
-        -2,
-        -1,
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        7,
-        8,
-        9,
-        14,
-        MAX_FILTER,
-        16,
-        17,
-        18,
-        20,
-        21,
-        22,
-        MAX_RADIUS,
-        MAX_RADIUS + 1,
-    ),
-    *(
-        255,
-        256,
-        257,
-        1 << 14,
-        (1 << 14) + 1,
-        -(1 << 14),
-        -(1 << 14) - 1,
-        65_500,
-        65_501,
-        1 << 16,
-    ),
-    *(6 << 16, (6 << 16) - 1, 64 << 16, (64 << 16) + 1, 1 << 31, 1 << 32, MAX, MIN),
-]
+LIMITS = [0, 3, 8, MAX_FILTER, 17, 21, MAX_RADIUS, 256, 1 << 14, -(1 << 14), 65_500]
+LIMITS += [1 << 16, 6 << 16, 64 << 16, 1 << 31, 1 << 32]
+EDGES = [MAX, MIN, *(limit + step for limit in LIMITS for step in (-1, 0, 1))]
 RESIZING = (Op.CROP, Op.RESIZE, Op.PAD, Op.TURN)
 BLUR = [1, 4, 1 << 13, 1 << 12, *[0] * (MAX_RADIUS - 1)]
 FILTER = [3, 4, *[1 << 10] * 9, *[0] * (MAX_FILTER**2 - 9)]

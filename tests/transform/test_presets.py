@@ -14,6 +14,7 @@ from without_ray import one_thread
 from raypipe.errors import ConfigError
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.sizes import Size, sides_of
 
 RNG = np.random.default_rng(0)
 KEYS = np.random.SeedSequence(5).generate_state(40, np.uint64).reshape(20, 2)
@@ -30,14 +31,14 @@ TORCHVISION = ["tv-light", "autoaugment", "randaugment", "trivialaugment", "augm
     "name", ["light", "heavy", "center", "small", "resize", *TORCHVISION]
 )
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200), (61, 500)])
-@pytest.mark.parametrize("size", [8, 96])
+@pytest.mark.parametrize("size", [8, 96, (24, 40)])
 def test_every_preset_ends_at_its_size(
-    name: str, shape: tuple[int, int], size: int
+    name: str, shape: tuple[int, int], size: Size
 ) -> None:
     transform = SampleTransform(build_transform(name, size))
     for key in KEYS[:3]:
         result = transform(picture(*shape), tuple(key))
-        assert result.shape == (size, size, 3) and result.dtype == np.uint8
+        assert result.shape == (*sides_of(size), 3) and result.dtype == np.uint8
 
 
 @pytest.mark.parametrize("name", ["light", "heavy", "flip-crop", "small", *TORCHVISION])

@@ -175,10 +175,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("preset", ["light", "resize"])
-def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> None:
+def test_a_substitute_brings_its_own_mask_and_boxes(name: str) -> None:
     sample, message = BAD[name]
-    made = build_transform(preset, 128)
+    made = build_transform("light", 128)
     k0, k1 = KEYS[9].tolist()
     batch, (bad,) = run(
         both(made), [SCENES[0], sample], KEYS, lambda _: [(SCENES[9], 77, (k0, k1))]
@@ -191,8 +190,6 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
         batch["boxes"][1, : len(alone["boxes"])], alone["boxes"]
     )
     assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
-    with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
-        run(both(made, max_bad_fraction=0), [SCENES[0], sample], KEYS)
 
 
 def test_more_boxes_than_there_is_room_for_end_the_run() -> None:

@@ -84,6 +84,12 @@ def test_one_bit_is_zero_and_one() -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["L", "P"])
+def test_all_256_values_stay_as_they_are(mode: str) -> None:
+    every = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    np.testing.assert_array_equal(decode_mask(png(every, mode), (8, 32)), every)
+
+
 def gray_of_bits(bits: int) -> bytes:
     """A PNG of one row of 8 pixels, grayscale of `bits` bits; Pillow cannot write it."""
     import struct

@@ -209,7 +209,7 @@ def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
         proxy.sent.clear()
     again = open_store(address)
     assert again.fingerprint == store.fingerprint and not proxy.sent
-    index = next((tmp_path / "cache").glob("scans/*.arrow"))
+    index = next((tmp_path / "cache").glob("tars/*.arrow"))
     index.write_text("{")
     assert open_store(address).fingerprint == store.fingerprint
 

@@ -12,15 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from tars import by_suffix, write_members
 
-from raypipe.commands.copies import CopySettings, write_shard
-from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.plain_columns import column_types
 
 from pictures import picture  # isort: skip
 
@@ -187,30 +184,6 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
         match=r"column 'name' has type string; labels must be .*: set target_column to one of image, score, name",
     ):
         len(open_store(tmp_path / "a.lmdb", target_column="name"))
-
-
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-def test_a_copy_keeps_arrays_float_labels_and_lists(
-    suffix: str, tmp_path: Path
-) -> None:
-    path = write_parquet(
-        tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
-    )
-    store = open_store(path)
-    columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
-    assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
-    assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    settings = CopySettings(dst=str(tmp_path), suffix=suffix, columns=columns)
-    list(write_shard(StoreRows(store, 0, 4, settings), 0, 0, settings))
-    copy = open_store(tmp_path / f"00000{suffix}")
-    found, expected = (
-        each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)
-    )
-    assert np.array_equal(found["embedding"], expected["embedding"]) and np.array_equal(
-        found["grid"], GRIDS[ORDER]
-    )
-    assert found["label"].tolist() == expected["label"].tolist() and not is_class(copy)
-    assert [json.loads(text) for text in found["ragged"]] == expected["ragged"]
 
 
 def webdataset(path: Path, *contents: Any) -> Store:

@@ -200,14 +200,6 @@ def store(kind: str, tmp_path: Path) -> Store:
     return MAKERS[kind](tmp_path, IMAGES)
 
 
-def test_is_a_store(store: Store) -> None:
-    assert isinstance(store, Store)
-
-
-def test_names_its_address(store: Store, tmp_path: Path) -> None:
-    assert store.address.startswith((str(tmp_path), "memory:"))
-
-
 def test_reads_all_in_order(store: Store) -> None:
     assert len(store) == len(IMAGES)
     batch = store.read(np.arange(len(IMAGES)))

@@ -95,16 +95,6 @@ def test_what_is_read_is_what_the_store_has_and_is_read_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["train", "parquet"])
-def test_a_store_in_files_is_copied_whole(kind: str, stores: dict[str, Path]) -> None:
-    plain = raypipe.open_store(stores[kind])
-    names = tuple(plain.schema.names)
-    rows = np.arange(len(plain))[::-1].copy()
-    copy = held(raypipe.open_store(stores[kind]))
-    assert_same(copy.read(rows, names), plain.read(rows, names))
-    assert all(isinstance(image, memoryview) for image in copy.read(rows)["image"])
-
-
 def test_a_store_that_is_only_looked_at_is_not_copied(folder: Path) -> None:
     inner = make()
     InMemoryStore(inner).read(np.arange(3))

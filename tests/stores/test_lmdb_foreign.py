@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 from pathlib import Path
@@ -24,7 +23,7 @@ from pictures import picture
 
 import raypipe
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import lmdb_file, open_store, open_writer
+from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import keys_in
 
@@ -48,19 +47,6 @@ def _plain(value: Any) -> Any:
 
 
 # Layouts
-
-
-def test_lsun_is_a_store_of_images(tmp_path: Path) -> None:
-    keys = sorted(os.urandom(20).hex().encode() for _ in IMAGES)
-    path = write_entries(
-        tmp_path / "bedroom_train_lmdb",
-        dict(zip(keys, IMAGES, strict=True)),
-        folder=True,
-    )
-    for address in (path, path / "data.mdb"):
-        store = open_store(address)
-        assert tuple(store.stored.names) == ("image", "key") and store.classes is None
-        assert read(store, "image", "key") == [IMAGES, [key.decode() for key in keys]]
 
 
 def test_the_classes_of_lsun_are_its_databases(tmp_path: Path) -> None:
@@ -308,17 +294,6 @@ def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
     assert marker.exists()  # it is a trap
 
 
-def test_numpys_numbers_in_pickles_are_refused_by_name(tmp_path: Path) -> None:
-    path = write_entries(
-        tmp_path / "a.lmdb", {b"0": pickle.dumps((IMAGES[0], np.int64(3)))}
-    )
-    with pytest.raises(
-        StoreError,
-        match=r"a\.lmdb has values .*it names numpy.*scalar.*`raypipe\.convert`",
-    ):
-        len(open_store(path, trust_pickles=True))
-
-
 # What is refused, and damage
 
 
@@ -403,33 +378,6 @@ def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
     assert labels == [None if number in (3, 4, 5) else 1 for number in range(12)]
 
 
-@pytest.mark.system
-def test_without_the_extension_all_stores_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = {
-        b"%d" % number: msgpack.packb((image, number))
-        for number, image in enumerate(IMAGES)
-    }
-    backwards = {**values, b"__keys__": msgpack.packb(list(values)[::-1])}
-    paths = [
-        write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, ("x", "y", "z")),
-        write_texts(tmp_path / "b.lmdb", IMAGES, [f"wörd {n}" for n in range(12)]),
-        write_entries(tmp_path / "c.lmdb", values),
-        write_entries(tmp_path / "d.lmdb", backwards),
-    ]
-
-    def contents(path: Path) -> Any:
-        store = open_store(path)
-        names = tuple(store.schema.names)
-        labels = [store.sample_name(row) for row in range(len(store))]
-        return store.fingerprint, store.classes, names, read(store, *names), labels
-
-    by_extension = [contents(path) for path in paths]
-    monkeypatch.setattr(lmdb_file, "extension", lambda: None)
-    assert [contents(path) for path in paths] == by_extension
-
-
 # The listing
 
 
@@ -478,22 +426,3 @@ def test_other_stores_ignore_the_word_of_trust(tmp_path: Path) -> None:
 
 
 # Whole commands
-
-
-def test_filters_weights_and_epochs_work(tmp_path: Path) -> None:
-    path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS["msgpack"])
-    spec = raypipe.open_stream(
-        path,
-        filter="label != 2",
-        plan=PLAN,
-        transform=raypipe.TransformConfig(train="small", size=16),
-        pool=raypipe.PoolConfig(engine="inline"),
-    )
-    epochs = raypipe.loader(spec).epochs()
-    labels = [
-        label
-        for epoch in epochs
-        for batch in epoch.train
-        for label in batch.target.tolist()
-    ]
-    assert len(labels) == 8 and set(labels) == {0, 1}

@@ -20,7 +20,6 @@ from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.filter import matching
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.sources import open_source
 
 PATHS = ["a/0.png", "a/2.png", "b/1.png"]
 LONG = "k" * 150
@@ -128,16 +127,3 @@ def test_a_list_of_bad_samples_may_have_names(tmp_path: Path) -> None:
     file.write_text(json.dumps({"bad": [{"name": "c.png"}]}))
     with pytest.raises(ConfigError, match=r"the store has no sample 'c\.png'"):
         read_bad_list(file, store, "store.exclude")
-
-
-def test_a_zip_gives_the_names_of_its_samples(tmp_path: Path) -> None:
-    import zipfile
-
-    for number, names in enumerate((PATHS, ["k.png", "k.cls"])):
-        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
-            for name in names:
-                archive.writestr(name, b"1")
-        source = open_source(tmp_path / f"{number}.zip")
-        assert source is not None
-        found = [sample["name"] for sample in source.samples]
-        assert found == (["k"] if number else PATHS)

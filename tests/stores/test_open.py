@@ -83,13 +83,6 @@ def test_a_source_is_named_with_the_command_that_converts_it(
         open_store(address)
 
 
-def test_mixed_folder(tmp_path: Path) -> None:
-    write(tmp_path / "a.lmdb")
-    write(tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match=r"both \*\.lmdb and \*\.parquet"):
-        open_store(tmp_path)
-
-
 @pytest.mark.parametrize("address", ["a.lmdb", "a.parquet", "class"])
 def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
     write(tmp_path / "a.lmdb")
@@ -158,21 +151,11 @@ def test_a_home_folder_is_found_as_in_every_other_path(
     assert len(open_store("~/a")) == 1
 
 
-def test_options_reach_the_store(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match="no column 'img'"):
-        len(open_store(tmp_path / "a.parquet", image_column="img"))
-
-
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 class TestWriters:
     def test_unknown_suffix(self, tmp_path: Path, suffix: str) -> None:
         with pytest.raises(StoreError, match=r"must be one of \.lmdb, \.parquet"):
             open_writer(tmp_path / f"a{suffix}.zip")
-
-    def test_leaves_one_file(self, tmp_path: Path, suffix: str) -> None:
-        write(tmp_path / f"a{suffix}")
-        assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
     def test_exception_removes_the_file(self, tmp_path: Path, suffix: str) -> None:
         with (

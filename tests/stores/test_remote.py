@@ -22,7 +22,7 @@ from raypipe.storage.files import RemoteFile, read_json
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import Store, destination, open_store, open_writer
-from raypipe.stores.addresses import MANIFEST, expand, list_files
+from raypipe.stores.addresses import MANIFEST, list_files
 from raypipe.stores.destination import new_remote, put_shard
 from raypipe.stores.tar import TarStore
 
@@ -195,25 +195,6 @@ def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
     ]
 
 
-def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
-    bucket: str, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, address = several_tars(tmp_path, bucket)
-    largest = max(file.stat().st_size for file in tmp_path.glob("*.tar"))
-    monkeypatch.setenv("RAYPIPE_CACHE_BYTES", str(largest))
-    store = open_store(address)
-    monkeypatch.setattr("raypipe.stores.tar._NUM_FETCHES", 1)
-    assert len(store) == len(IMAGES)
-    store.close()
-    with proxy.lock:
-        proxy.sent.clear()
-    again = open_store(address)
-    assert again.fingerprint == store.fingerprint and not proxy.sent
-    index = next((tmp_path / "cache").glob("tars/*.arrow"))
-    index.write_text("{")
-    assert open_store(address).fingerprint == store.fingerprint
-
-
 def test_a_shard_that_is_another_one_by_now_is_refused(
     bucket: str, tmp_path: Path
 ) -> None:
@@ -249,18 +230,6 @@ def test_what_is_no_store(name: str, message: str, bucket: str, tmp_path: Path) 
         put(tmp_path / "junk", f"{bucket}/{there}")
     with pytest.raises(StoreError, match=message):
         len(open_store(f"{bucket}/{name}"))
-
-
-def test_ranges_stand_for_their_shards() -> None:
-    assert expand("a") == ["a"]
-    assert expand("s3://b/{08..11}.tar") == [
-        f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")
-    ]
-    assert expand("{0..1}-{0..1}") == ["0-0", "0-1", "1-0", "1-1"]
-    with pytest.raises(
-        StoreError, match="stands for 1,000,000 shards; a store has from 1 to 100,000"
-    ):
-        expand("{0..999}{0..999}")
 
 
 # Writing
@@ -391,20 +360,6 @@ def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(
         put(tmp_path / name, f"{bucket}/lsun/{name}_train_lmdb/data.mdb")
     for address in (f"{bucket}/lsun", f"{bucket}/lsun/*_train_lmdb"):
         assert open_store(address).classes == ("a", "b")
-
-
-def test_a_pattern_of_remote_files(bucket: str, tmp_path: Path) -> None:
-    for split, count in (("train", 4), ("test", 3)):
-        write(tmp_path / f"{split}.parquet", 0, count)
-        put(
-            tmp_path / f"{split}.parquet",
-            f"{bucket}/data/{split}-00000-of-00001.parquet",
-        )
-    assert len(open_store(f"{bucket}/data/train-*.parquet")) == 4
-    with pytest.raises(StoreError, match=r"several splits: test \(1\), train \(1\)"):
-        len(open_store(f"{bucket}/data"))
-    with pytest.raises(StoreError, match=r"val-\*\.parquet has no \*\.parquet files"):
-        len(open_store(f"{bucket}/data/val-*.parquet"))
 
 
 def test_a_shard_of_another_size_than_it_was_written_with(

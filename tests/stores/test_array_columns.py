@@ -104,19 +104,6 @@ def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None
         [2, 3],
         [2, 3],
     ]
-    with pytest.raises(StoreError, match="labels must be numbers, or lists of numbers"):
-        len(
-            open_store(
-                write_parquet(tmp_path / "b.parquet", text=pa.array(list("abcd"))),
-                target_column="text",
-            )
-        )
-    nulls = open_store(
-        write_parquet(tmp_path / "c.parquet", score=pa.array([0.5, None, 2, 3])),
-        target_column="score",
-    )
-    with pytest.raises(StoreError, match="has a null label"):
-        nulls.read(np.arange(2))
 
 
 TYPES = {

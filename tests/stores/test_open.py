@@ -264,17 +264,6 @@ def test_memory_extras() -> None:
         MemoryStore([b"a", b"b"], [1, 2, 3])
 
 
-@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
-@pytest.mark.parametrize("pattern", ["train-*.{}", "train-{{0..1}}.{}"])
-def test_several_files_are_a_pattern_whatever_their_kind(
-    tmp_path: Path, suffix: str, pattern: str
-) -> None:
-    for name in ("train-0", "train-1", "val"):
-        path = tmp_path / f"{name}.{suffix}"
-        write_tar(path, SAMPLES) if suffix == "tar" else write(path)
-    assert len(open_store(tmp_path / pattern.format(suffix))) == 2
-
-
 def test_a_pattern_that_only_a_shell_knows_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"\{train,val\}\.tar does not exist"):
         open_store(tmp_path / "{train,val}.tar")

@@ -156,15 +156,3 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
         size > sorted(sizes)[4] for size in sizes
     ]
     assert proxy.requests["GET"] - before == 5
-
-
-@pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])
-def test_nothing_there(names: list[str], bucket: str, tmp_path: Path) -> None:
-    write(tmp_path / "root", f"{bucket}/train", names)
-    with pytest.raises(
-        StoreError,
-        match=r"/train has no class folders with images .*root/class/image\.jpg",
-    ):
-        len(open_store(f"{bucket}/train"))
-    with pytest.raises(StoreError, match="does not exist"):
-        open_store(f"{bucket}/none")

@@ -130,15 +130,6 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
     ]
 
 
-def test_files_that_may_be_the_labels_are_an_error(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a", "cat/a.xml": b"x"})
-    with pytest.raises(
-        StoreError, match=r"cat/a\.xml, which belong to images by their names"
-    ):
-        open_source(file)
-    assert len(opened(file, "folder")[1]) == 1
-
-
 # What is refused, by name
 
 

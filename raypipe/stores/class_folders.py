@@ -457,7 +457,7 @@ def check_classes(
     """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
 
     Args:
-        doubts: of the store's layout.
+        doubts: those of the layout.
         num_by_class: the samples of each class.
 
     Returns:

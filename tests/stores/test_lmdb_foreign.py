@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,56 +148,35 @@ def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_parts_of_a_value_are_found_by_content(tmp_path: Path) -> None:
-    rows = list(enumerate(IMAGES[:3]))
-    array = {
-        b"nd": True,
-        b"type": b"|u1",
-        b"kind": b"",
-        b"shape": [len(IMAGES[0])],
-        b"data": IMAGES[0],
-    }
-    number = {b"nd": False, b"type": b"<i8", b"data": (5).to_bytes(8, "little")}
-    for name, values, labels in (
-        (
-            "dict",
-            [
-                msgpack.packb({"img": image, "target": row, "id": 7})
-                for row, image in rows
-            ],
-            [0, 1, 2],
-        ),
-        (
-            "label first",
-            [msgpack.packb([row, image]) for row, image in rows],
-            [0, 1, 2],
-        ),
-        (
-            "float",
-            [msgpack.packb([image, row / 2]) for row, image in rows],
-            [0.0, 0.5, 1.0],
-        ),
-        (
-            "lists",
-            [msgpack.packb([image, [row, 1.5]]) for row, image in rows],
-            [[0, 1.5], [1, 1.5], [2, 1.5]],
-        ),
-        ("msgpack_numpy", [msgpack.packb([array, number])] * 3, [5, 5, 5]),
-        ("image alone", [msgpack.packb(image) for _, image in rows], None),
-        (
-            "text",
-            [msgpack.packb((image, f"word {row}")) for row, image in rows],
-            None,
-        ),
-    ):
-        entries = {str(row).encode(): value for row, value in enumerate(values)}
-        store = open_store(write_entries(tmp_path / f"{name}.lmdb", entries))
-        assert read(store, "image") == [
-            [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
-        ], name
-        if labels is not None:
-            assert read(store, "label") == [labels], name
-        assert ("text" in tuple(store.schema.names)) == (name == "text")
+ARRAY = {b"nd": True, b"type": b"|u1", b"kind": b"", b"shape": [len(IMAGES[0])]}
+NUMBER = {b"nd": False, b"type": b"<i8", b"data": (5).to_bytes(8, "little")}
+
+# Name → the value of a row and its image, and the labels of three.
+VALUES: dict[str, tuple[Callable[[int, bytes], Any], list[Any] | None]] = {
+    "dict": (lambda row, image: {"img": image, "target": row, "id": 7}, [0, 1, 2]),
+    "label first": (lambda row, image: [row, image], [0, 1, 2]),
+    "float": (lambda row, image: [image, row / 2], [0.0, 0.5, 1.0]),
+    "lists": (lambda row, image: [image, [row, 1.5]], [[0, 1.5], [1, 1.5], [2, 1.5]]),
+    "msgpack_numpy": (lambda _, image: [{**ARRAY, b"data": image}, NUMBER], [5, 5, 5]),
+    "image alone": (lambda _, image: image, None),
+    "text": (lambda row, image: (image, f"word {row}"), None),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_parts_of_a_value_are_found_by_content(name: str, tmp_path: Path) -> None:
+    value_of, labels = VALUES[name]
+    images = [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
+    values = [msgpack.packb(value_of(*pair)) for pair in enumerate(images)]
+    entries = {b"%d" % row: value for row, value in enumerate(values)}
+    store = open_store(write_entries(tmp_path / "a.lmdb", entries))
+    assert read(store, "image") == [images]
+    if labels is not None:
+        assert read(store, "label") == [labels]
+    assert ("text" in store.schema.names) == (name == "text")
+
+
+def test_a_label_of_a_dict_may_be_named(tmp_path: Path) -> None:
     named = {b"a": msgpack.packb({"image": IMAGES[0], "fine": 3, "label": 1})}
     path = write_entries(tmp_path / "named.lmdb", named)
     assert read(open_store(path, target_column="fine"), "label") == [[3]]

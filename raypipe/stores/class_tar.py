@@ -21,6 +21,7 @@ from raypipe.stores.base import (
 )
 from raypipe.stores.class_folders import (
     LeftOut,
+    TreeSample,
     check_classes,
     find_classes,
     suffix_of,
@@ -120,22 +121,15 @@ def index_tars(
             "layout"
         )
     layout = find_classes(list(map(_tree_of, scans)), names[0])
-    nums = np.array([list(map(len, by_class)) for by_class in layout.samples])
-    num_by_class = dict(zip(layout.classes, nums.sum(0).tolist(), strict=True))
+    nums = [sum(map(len, of_class)) for of_class in zip(*layout.samples, strict=True)]
+    num_by_class = dict(zip(layout.classes, nums, strict=True))
     told = check_classes(names[0], target_column, layout.doubts, num_by_class)
-    views: list[Scan] = []
-    are_plain = []
-    for scan, by_class, num in zip(scans, layout.samples, nums, strict=True):
-        files = list(itertools.chain.from_iterable(by_class))
-        paths = [path for path, _ in files]
-        places = np.array([place for _, place in files], np.int64)
-        are_plain.append(paths == sorted(paths, key=lambda path: path.split("/")))
-        view = {
-            "keys": as_texts(paths),
-            "places": {"": places.reshape(-1, 2)},
-            "labels": np.repeat(np.arange(len(num)), num).tolist(),
-        }
-        views.append({**scan, **view})
+    views = list(map(_view_of, layout.samples))
+    are_plain = [
+        paths == sorted(paths, key=lambda path: path.split("/"))
+        for paths in (as_names(view["keys"]) for view in views)
+    ]
+    views = [{**scan, **view} for scan, view in zip(scans, views, strict=True)]
     indexed = index_samples(names, views)
     fingerprint = indexed.fingerprint
     if not all(are_plain) or not all(num_by_class.values()):
@@ -149,6 +143,18 @@ def index_tars(
         fingerprint=fingerprint,
         told=told,
     )
+
+
+def _view_of(by_class: Sequence[Sequence[TreeSample]]) -> Scan:
+    """Return the samples of a tar, whose places are the values of its tree."""
+    nums = list(map(len, by_class))
+    files = list(itertools.chain.from_iterable(by_class))
+    places = np.array([place for _, place in files], np.int64)
+    return {
+        "keys": as_texts(path for path, _ in files),
+        "places": {"": places.reshape(-1, 2)},
+        "labels": np.repeat(np.arange(len(nums)), nums).tolist(),
+    }
 
 
 def _tree_of(scan: Scan) -> MemoryTree:

@@ -115,44 +115,47 @@ class TarStore(FileStore[TarSamples]):
             archives = in_threads(_find, list_tars(self.address))
             if any(not isinstance(archive.file, OpenFile) for archive in archives):
                 self._listing = archives
-        _, target_column, groups = self._options
+        indexed = self._indexed(archives)
+        groups = self._options[2]
         is_whole = [isinstance(archive.file, Unpacked) for archive in archives]
         if groups is None:
             groups = is_remote(self.address) or any(is_whole)
-
-        columns = self._options[:2]
-        tars = [
-            (archive.name, type(archive.file).__name__, archive.file.written)
-            for archive in archives
-        ]
-        indexes = Indexes(columns)
-        in_run = ""
-        if self._run_folder and is_remote(self.address):
-            name = f"{hash_of_facts((tars, columns))}{SUFFIX}"
-            in_run = join_address(self._run_folder, name)
-
-        def make() -> Indexed:
-            names = [archive.name for archive in archives]
-            found = find_in_run(in_run) if in_run else None
-            return found or index_tars(
-                names, self._scans(archives, indexes), target_column
-            )
-
-        num_bytes = sum(archive.num_bytes for archive in archives)
-        are_local = all(isinstance(archive.file, OpenFile) for archive in archives)
-        path = None
-        if not are_local or num_bytes >= _SMALL_BYTES:
-            path = path_of("tars", tars, columns, VERSION)
-        indexed = kept(path, unpack, make, pack)
         opened = TarSamples(archives, indexed, groups)
         if not self._identity:
-            if in_run and not all(map(indexes.are_of, [name for name, *_ in tars])):
-                keep_in_run(in_run, indexed)
             # other processes were sent the store by one that said so
             tell_left_out(self.address, len(opened), indexed.left_out, *indexed.told)
             if any(is_whole):
                 tell_compressed(self.address, archives)
         return opened
+
+    def _indexed(self, archives: Sequence[Archive]) -> Indexed:
+        """Return the samples of the tars, which the node keeps of remote and large ones."""
+        columns = self._options[:2]
+        names = [archive.name for archive in archives]
+        files = [archive.file for archive in archives]
+        facts = [(type(file).__name__, file.written) for file in files]
+        indexes = Indexes(columns)
+        in_run = ""
+        if self._run_folder and is_remote(self.address):
+            name = hash_of_facts((names, facts, columns))
+            in_run = join_address(self._run_folder, f"{name}{SUFFIX}")
+
+        def make() -> Indexed:
+            found = find_in_run(in_run) if in_run else None
+            return found or index_tars(
+                names, self._scans(archives, indexes), columns[1]
+            )
+
+        path = None
+        num_bytes = sum(archive.num_bytes for archive in archives)
+        are_local = all(isinstance(file, OpenFile) for file in files)
+        if not are_local or num_bytes >= _SMALL_BYTES:
+            path = path_of("tars", names, facts, columns, VERSION)
+        indexed = kept(path, unpack, make, pack)
+        if in_run and not self._identity and not all(map(indexes.are_of, names)):
+            # this process opened the store first
+            keep_in_run(in_run, indexed)
+        return indexed
 
     def _scans(self, archives: Sequence[Archive], indexes: Indexes) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""

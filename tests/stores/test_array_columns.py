@@ -112,29 +112,31 @@ TYPES = {
     "embedding": "float32[3]",
     "grid": "uint8[2,3]",
 }
+OTHERS = {"caption": "string", "width": "int64", "score": "float64", "mask": "binary"}
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
-def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
-    with open_writer(tmp_path / name, TYPES) as writer:
+def test_writers_keep_columns_of_all_types(name: str, tmp_path: Path) -> None:
+    columns = {
+        "caption": ["ä0", None, "ä2", ""],
+        "width": [0, -1, 1 << 62, 3],
+        "score": [0.5, 0.25, -1.5, 1e300],
+        "mask": [b"m", None, b"", b"n"],
+    }
+    with open_writer(tmp_path / name, OTHERS | TYPES) as writer:
         for row in range(4):
-            writer.append(
-                {
-                    "image": b"x",
-                    "label": row,
-                    "embedding": EMBEDDINGS[row],
-                    "grid": GRIDS[row],
-                }
-            )
+            sample = {column: values[row] for column, values in columns.items()}
+            sample |= {"embedding": EMBEDDINGS[row], "grid": GRIDS[row]}
+            writer.append({**sample, "image": b"x" * row, "label": row})
     store = open_store(tmp_path / name)
+    assert store.stored.names == ["image", "label", *OTHERS, "embedding", "grid"]
     found = store.read(ORDER, tuple(store.schema.names))
-    assert (
-        np.array_equal(found["embedding"], EMBEDDINGS[ORDER])
-        and found["embedding"].dtype == np.float32
-    )
-    assert (
-        np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
-    )
+    for column, arrays in (("embedding", EMBEDDINGS), ("grid", GRIDS)):
+        assert np.array_equal(found[column], arrays[ORDER])
+        assert found[column].dtype == arrays.dtype
+    for column, values in columns.items():
+        assert list(found[column]) == [values[row] for row in ORDER]
+    assert found["image"] == [b"x" * row for row in ORDER]
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
     as_target = open_store(tmp_path / name, target_column="embedding")
     assert "embedding" not in tuple(as_target.schema.names) and not is_class(as_target)

@@ -169,12 +169,3 @@ def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None
     assert without_ray.digests(mixture) == without_ray.digests(
         raypipe.open_stream({"a": make(), "b": make()}, **options)
     )
-
-
-def test_close_gives_the_memory_back(folder: Path) -> None:
-    store = held(MemoryStore([picture(1)] * 2, [0, 1]))
-    store.read(np.arange(2))
-    assert len(list(folder.iterdir())) == 2
-    store.close()
-    assert [path.name for path in folder.iterdir()] == [".lock"]
-    assert store.read(np.array([1]))["image"] == [picture(1)]

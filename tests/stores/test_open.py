@@ -157,15 +157,6 @@ class TestWriters:
         with pytest.raises(StoreError, match=r"must be one of \.lmdb, \.parquet"):
             open_writer(tmp_path / f"a{suffix}.zip")
 
-    def test_exception_removes_the_file(self, tmp_path: Path, suffix: str) -> None:
-        with (
-            pytest.raises(RuntimeError, match="half way"),
-            open_writer(tmp_path / f"a{suffix}") as writer,
-        ):
-            writer.append({"image": b"x", "label": 1})
-            raise RuntimeError("half way")
-        assert list(tmp_path.iterdir()) == []
-
     def test_never_overwrites(self, tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"a{suffix}"
         path.write_bytes(b"precious")
@@ -179,43 +170,6 @@ class TestWriters:
         store = open_store(tmp_path / f"a{suffix}")
         assert len(store) == 0
         assert store.read(np.array([]))["image"] == []
-
-    def test_extra_columns(self, tmp_path: Path, suffix: str) -> None:
-        columns = {
-            "caption": "string",
-            "image": "binary",
-            "width": "int64",
-            "label": "int64",
-        }
-        columns |= {"score": "float64", "mask": "binary"}
-        with open_writer(tmp_path / f"a{suffix}", columns, ["a", "b"]) as writer:
-            for i in range(3):
-                sample = {
-                    "image": b"i" * i,
-                    "label": i % 2,
-                    "caption": f"ä{i}",
-                    "width": -i,
-                    "score": i / 4,
-                }
-                writer.append({**sample, "mask": None if i == 1 else b"m"})
-        store = open_store(tmp_path / f"a{suffix}")
-        assert tuple(store.stored.names) == (
-            "image",
-            "label",
-            "caption",
-            "width",
-            "score",
-            "mask",
-        )
-        batch = store.read(np.array([2, 1]), columns=tuple(store.schema.names))
-        assert batch["image"] == [b"ii", b"i"]
-        assert batch["caption"] == ["ä2", "ä1"]
-        assert batch["mask"] == [b"m", None]
-        assert (batch["width"].dtype, batch["width"].tolist()) == (np.int64, [-2, -1])
-        assert (batch["score"].dtype, batch["score"].tolist()) == (
-            np.float64,
-            [0.5, 0.25],
-        )
 
     def test_no_labels(self, tmp_path: Path, suffix: str) -> None:
         with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:

@@ -176,21 +176,6 @@ def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
     ]
 
 
-def test_a_shard_that_is_another_one_by_now_is_refused(
-    bucket: str, tmp_path: Path
-) -> None:
-    _, address = MAKERS["lmdb_shards"](tmp_path, bucket)
-    store = open_store(address)
-    assert len(store) == len(IMAGES)
-    write(tmp_path / "other.lmdb", 4, 5, first=b"!")
-    put(tmp_path / "other.lmdb", join_address(address, "001 %41.lmdb"))
-    assert store.read(np.array([0]))["image"] == [IMAGES[0]]
-    with pytest.raises(
-        StoreError, match=r"001%20%2541\.lmdb has changed since the store was opened"
-    ):
-        store.read(np.array([4]))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

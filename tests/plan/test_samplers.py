@@ -114,32 +114,7 @@ def test_copies_stand_side_by_side_or_in_neighbouring_micro_batches() -> None:
     ]
 
 
-@pytest.mark.parametrize("stride", [1, 3])
-def test_what_is_repeated_is_the_same_one_at_a_time(stride: int) -> None:
-    sampler = Repeated(permuted("global", 5), 3, stride)
-    together = drawn(sampler, 72, 18)
-    assert [drawn(sampler, 72 + position, 1)[0] for position in range(18)] == together
-    assert len(set(together)) == 18
-
-
 # By weights
-
-
-def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
-    # 40 of 0, 80 of 1, 80 of 4, the same in every five
-    labels = np.arange(200) ** 2 % 5
-    weights = 1 / np.bincount(labels)[labels]
-    sampler = weighted(weights, 200, seed=1, classes=labels)
-    for pass_number in range(3):
-        assert sorted(
-            np.bincount(labels[[index for index, _ in draws_of(sampler, pass_number)]])[
-                [0, 1, 4]
-            ]
-        ) == [
-            66,
-            67,
-            67,
-        ]
 
 
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:

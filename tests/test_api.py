@@ -219,22 +219,6 @@ def test_heavy_imports_stay_unimported_until_used(code: str) -> None:
     )
 
 
-def test_pages_import_public_names_only() -> None:
-    pages = [
-        ROOT.parent / "README.md",
-        *(ROOT.parent / "docs").glob("*.md"),
-        *(ROOT.parent / "docs").glob("*.ipynb"),
-    ]
-    for page in pages:
-        for module, names in re.findall(
-            r"\bfrom raypipe\.?([\w.]*) import ([\w, ]+)", page.read_text()
-        ):
-            package = importlib.import_module(f"raypipe.{module}".rstrip("."))
-            assert {name.strip() for name in names.split(",")} <= set(
-                package.__all__
-            ), f"{page.name}: {module}"
-
-
 # The direction of imports
 
 
@@ -357,33 +341,6 @@ def test_every_error_is_in_the_tree_and_survives_pickling() -> None:
         again = pickle.loads(pickle.dumps(error("what to mend")))
         assert type(again) is error and str(again) == "what to mend"
     assert issubclass(errors.ConfigError, ValueError)
-
-
-def test_public_modules_import_by_name() -> None:
-    for module in LIGHT_MODULES:
-        assert importlib.import_module(f"raypipe.{module}").__doc__
-
-
-def test_what_benchmarks_and_jobs_import_is_there() -> None:
-    """Few of them run in tests."""
-    for folder in ("benchmarks", "jobs"):
-        for path in sorted((ROOT.parent / folder).glob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if (
-                    isinstance(node, ast.ImportFrom)
-                    and (node.module or "").partition(".")[0] == "raypipe"
-                ):
-                    module = importlib.import_module(node.module or "")
-                    missing = [
-                        name.name
-                        for name in node.names
-                        if not hasattr(module, name.name)
-                    ]
-                    assert [
-                        name
-                        for name in missing
-                        if f"{node.module}.{name}"[8:] not in MODULES
-                    ] == [], path
 
 
 def test_no_checkpoint_is_unpickled() -> None:

@@ -147,27 +147,6 @@ def test_a_killed_download_goes_on_where_it_was(
         assert content == remote_bytes(file) and not partial.exists()
 
 
-def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
-    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = put()
-    cache, num_parts = LocalCache(tmp_path / "shards"), []
-
-    def fail() -> None:
-        num_parts.append(1)
-        if len(num_parts) == 4:
-            raise OSError("the network is gone")
-
-    monkeypatch.setattr(retries, "on_progress", [fail])
-    with pytest.raises(
-        StoreError, match=r"s3://.*/a cannot be read: the network is gone"
-    ):
-        content_of(cache, file)
-    sent(proxy)
-    assert content_of(cache, file) == remote_bytes(file)
-    assert sent(proxy) == SIZE - 80_000 + SIZE
-
-
 def test_the_least_recently_opened_shards_make_room(
     put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,26 +193,6 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     # nobody uses that cache
     until(is_closed)
     assert content_of(caches[0], one) == remote_bytes(one)
-
-
-def test_a_node_downloads_one_shard_at_a_time(
-    put: Put,
-    bucket: str,
-    s3_endpoint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one, other = put("a"), put("b")
-    with FaultyProxy(s3_endpoint, rates={"slow": 1.0}, slow_s=0.1) as slow:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
-        caches = [LocalCache(tmp_path / "shards", limit_bytes=SIZE) for _ in range(2)]
-        first = threading.Thread(target=content_of, args=(caches[0], one))
-        first.start()
-        partials = (tmp_path / "shards").glob
-        until(lambda: list(partials("*.partial")))
-        assert content_of(caches[1], other)
-        assert not first.is_alive() or not list(partials("*.partial"))
-        first.join()
 
 
 def test_a_download_does_not_continue_across_a_reboot(

@@ -15,7 +15,6 @@ import pytest
 from documented import PAGES, ROOT, blocks, commands
 
 from raypipe.commands import cli
-from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 
@@ -127,37 +126,6 @@ def test_docs_look_inside_finds_the_planted_label(
     for audit in of("look-inside.md", "audit"):
         result = run(audit, capsys)
         assert result.get("ok") is not False and not result.get("findings"), result
-
-
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
-    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
-    digits, whole, part, of_run = of("concepts.md", "digest")
-    # of 128 on the page
-    assert run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64
-    Path(of_run[3]).parent.mkdir(parents=True)
-    Path(of_run[3]).write_text(CONFIG_HEAD + Path("run.yaml").read_text())
-    hashed = run([*whole, "--pool.engine=inline"], capsys)
-    assert hashed["micro_batches"] == 200
-    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == hashed["digest"]
-    found = run(part, capsys)
-    assert found["equal"] and found["compared"] == 40
-
-
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_transforms_draws_steps_and_views_and_hashes_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write_atomically("train.lmdb", samples(64), CLASSES)
-    Path("policy.yaml").write_text(
-        "transform: {train: [{RandomResizedCrop: {size: [32, 32]}}, {HorizontalFlip: }]}"
-    )
-    previews = of("transforms.md", "preview")
-    assert [run(words, capsys)["samples"] for words in previews] == [6, 6, 6, 2]
-    for digest in of("transforms.md", "digest"):
-        assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
-    assert Path("grid.png").stat().st_size > 1000
 
 
 # Jobs: all that they do is done by shorter tests too

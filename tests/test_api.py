@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -83,6 +84,7 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
+@functools.cache
 def imports(module: str, lazy: bool = True) -> set[str]:
     """What a module of raypipe imports: anywhere, annotations included, or, not lazy, when it is imported."""
     path = ROOT.joinpath(*module.split("."))

@@ -173,26 +173,32 @@ def account(folder: Path, cidr: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command `aws` is."""
+    return tmp_path_factory.mktemp("aws")
+
+
+@pytest.fixture(scope="module")
+def aws(folder: Path) -> Iterator[Any]:
     """An AWS account as deploy/aws-account.sh leaves it; gives its EC2 client."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "of-nobody")
-    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(
-        "AWS_DEFAULT_REGION", load(ROOT / "cluster.yaml")["provider"]["region"]
-    )
     # Ray asks for all types of machine, of which moto has a thousand: seconds, for nothing.
     groups = [
         group for path in AWS for group in load(path)["available_node_types"].values()
     ]
     asked = {group["node_config"]["InstanceType"] for group in groups}
     known = [each for each in InstanceTypeBackend.instance_types if each.name in asked]
-    monkeypatch.setattr(InstanceTypeBackend, "instance_types", known)
-    with moto.mock_aws(), AwsCli(tmp_path):
-        account(tmp_path, "203.0.113.7/32")
-        yield boto3.client("ec2")
+    region = load(ROOT / "cluster.yaml")["provider"]["region"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "of-nobody")
+        for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("AWS_DEFAULT_REGION", region)
+        patch.setattr(InstanceTypeBackend, "instance_types", known)
+        with moto.mock_aws(), AwsCli(folder):
+            account(folder, "203.0.113.7/32")
+            yield boto3.client("ec2")
 
 
 def allows(role: str, action: str, resource: str, **context: str) -> bool:
@@ -280,7 +286,7 @@ def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none() -> Non
 
 
 def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(
-    aws: Any, tmp_path: Path
+    aws: Any, folder: Path
 ) -> None:
     def networks() -> list[str]:
         groups = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
@@ -288,9 +294,8 @@ def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(
         assert len(rules) == 2
         return [network["CidrIp"] for rule in rules for network in rule["IpRanges"]]
 
-    account(tmp_path, "203.0.113.7/32")
     assert networks() == ["203.0.113.7/32"]
-    account(tmp_path, "198.51.100.0/24")
+    account(folder, "198.51.100.0/24")
     assert networks() == ["198.51.100.0/24"]
 
 

@@ -320,10 +320,10 @@ def test_interleave_prefetch_parallel_map_autotune(tmp_path: Path) -> None:
     def two_work() -> bool:
         next(batches)  # the first actor may have made all that is ahead of the loop
         made = {path.name for path in tmp_path.glob("made by *")}
-        return len(made - {f"made by {os.getpid()}"}) == 2
+        return len(made - {f"made by {os.getpid()}"}) >= 2
 
     train = store_of("many parquet", tmp_path)
-    long = {"plan": replace(PLAN, epochs=400), "pool": raypipe.PoolConfig()}
+    long = {"plan": replace(PLAN, epochs=100_000), "pool": raypipe.PoolConfig()}
     with raypipe.loader(spec_of(train, train_transform=transform, **long)) as loader:
         batches = (batch for epoch in loader.epochs() for batch in epoch.train)
         index = next(batches).index

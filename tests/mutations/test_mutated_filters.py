@@ -20,7 +20,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "_CHUNK", 5)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(_EXPRESSIONS)
 @example("large == 4611686018427387904.0")
 @example("real in [0]")
@@ -29,7 +29,7 @@ def test_an_expression_is_true_where_plain_python_finds_it(expression: str) -> N
     check(expression)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(_EXPRESSIONS, _DAMAGE)
 def test_a_damaged_expression_is_another_one_or_one_error(
     expression: str, damage: list[Any]

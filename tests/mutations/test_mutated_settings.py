@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from odd_settings import (
     CPU_S,
@@ -72,7 +72,6 @@ def test_a_plan_of_any_settings_is_laid_out_or_one_error_says_why(field: str) ->
             plan_of({**base, field: value})
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(list(kinds_of(PlanConfig))), st.sampled_from(VALUES), max_size=4

@@ -23,8 +23,9 @@ def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStor
     weights = np.arange(size) % 4 + salt + 0.5
     labels = (np.arange(size) ** 2 % 5).tolist()
     images = [bytes([i % 256, i // 256, salt]) for i in range(size)]
+    sides = {"width": np.arange(size) % 7 + 3, "height": np.arange(size) % 5 + 3}
     return MemoryStore(
-        images, labels, columns={"weight": weights}, group_size=group_size
+        images, labels, columns={"weight": weights, **sides}, group_size=group_size
     )
 
 
@@ -103,7 +104,15 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         {"exclude": [[5]]},
         {"exclude": [[], [0]]},
     ]
-    found = [plan_of(store(40), **config).fingerprint for config in single]
+    bucketed: list[dict[str, Any]] = [
+        {"buckets": ["4x8", "8x4"]},
+        {"buckets": ["8x4", "4x8"]},
+        {"buckets": ["4x8"]},
+        {"buckets": ["4x8", "8x4"], "weights": 1.0},
+    ]
+    found = [
+        plan_of(store(40), **config).fingerprint for config in [*single, *bucketed]
+    ]
     found += [mixed(**config).fingerprint for config in several]
     assert len(set(found)) == len(found)
     assert (
@@ -121,7 +130,7 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         ),
         (
             {"weights": "weigth"},
-            r"'weigth' for plan\.weights; did you mean weight\? its columns are label, weight",
+            r"'weigth' for plan\.weights; did you mean weight or ",
         ),
         (
             {"weights": "image"},

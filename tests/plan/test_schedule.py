@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
@@ -73,12 +73,6 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def properties(examples: int = 60) -> Any:
-    return lambda test: settings(max_examples=examples, deadline=None)(
-        given(plans())(test)
-    )
-
-
 def whole(plan: Plan) -> list[MicroBatchId]:
     return list(plan.micro_batches(plan.start()))
 
@@ -116,7 +110,7 @@ def cursors(plan: Plan) -> dict[Cursor, int]:
 # The schedule
 
 
-@properties()
+@given(plans())
 def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
     for cursor in cursors(plan):
         left = list(plan.micro_batches(cursor))
@@ -161,7 +155,7 @@ def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     assert passes(val_interval=0) == train
 
 
-@properties(30)
+@given(plans())
 def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
     stream, num_steps = whole(plan), plan.config.epochs * plan.steps_per_epoch
     bounds = sorted(
@@ -316,7 +310,7 @@ def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
         assert words.dtype == np.uint64 and len(np.unique(words)) == len(words)
 
 
-@properties(30)
+@given(plans())
 def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
     stream = whole(plan)
     seeds = [plan.micro_batch_seed(at) for at in stream]
@@ -331,7 +325,7 @@ def test_attempts_at_a_substitute_differ() -> None:
 # The clock of the run
 
 
-@properties()
+@given(plans())
 def test_the_clock_of_the_run_counts_training_steps_alone(plan: Plan) -> None:
     done, total = 0, plan.config.epochs * plan.steps_per_epoch
     for at in whole(plan):

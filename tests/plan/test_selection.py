@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.plan.selection import JoinedSelection, Selection
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
-@settings(max_examples=80, deadline=None)
 def test_what_is_selected_is_numbered_in_its_order_however_it_is_held(
     keep: list[bool],
 ) -> None:

@@ -17,7 +17,7 @@ from signalled import own_processes
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext import lost_blocks, pool
-from raypipe.rayext.lost_blocks import LostBlocks, at_hand
+from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
@@ -239,24 +239,6 @@ def test_a_rank_that_fetches_a_lost_block_is_told_of_its_copy() -> None:
     assert copies == [None, None, "in2 by b1", "in3 by b1", "in4 by b1"]
     execution.lost.drop()
     assert execution.lost.copy_of(taken[4]) is None
-
-
-def test_a_rank_gets_whichever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    execution = Execution("a1", "b1")
-    execution.begin(0, "a1")
-    execution.finish(0)
-    block = execution.take()
-    asked = list[list[str]]()
-
-    def wait(blocks: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        asked.append(blocks)
-        if len(asked) == 2:
-            execution.lost.make_again({"b"})
-        return [each for each in blocks if "b1" in each], []
-
-    monkeypatch.setattr(lost_blocks.ray, "wait", wait)
-    assert at_hand(None, block) == "in0 by b1"
-    assert asked == [[block], [block], [block, "in0 by b1"]]
 
 
 @pytest.mark.cluster

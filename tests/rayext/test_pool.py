@@ -446,18 +446,6 @@ def test_a_pool_gives_way_to_other_streams_down_to_its_least(
     assert keeper.pool.current_size() >= min(running, 1)
 
 
-def test_a_busy_pool_gives_way_as_its_actors_finish_and_grows_again() -> None:
-    keeper = Keeper(Pool(a=(False, 1), b=(False, 2), c=(False, 0)))
-    keeper.give_way(2.0)
-    keeper._size(0.0, finished=0, ranks_waiting=0.0)
-    assert list(keeper.pool._running_actors) == ["a", "b"]
-    keeper.pool._running_actors["a"].num_tasks_in_flight = 0
-    keeper._size(0.1, finished=0, ranks_waiting=0.0)
-    assert list(keeper.pool._running_actors) == ["b"]
-    keeper.give_way(0.0)
-    assert keeper._most is None
-
-
 # Nodes that are about to go. tests/faults drains a real one.
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +182,7 @@ def test_no_history_leads_out_of_the_bounds(
             )
 
 
-# Blocks of lost actors. That others make them, test_lost_blocks shows, and tests/faults where nodes are lost.
+# The keeper. That others make the blocks of lost actors, test_lost_blocks shows, and tests/faults for lost nodes.
 
 
 class Pool:
@@ -240,19 +239,14 @@ class Keeper(PoolKeeper):
             pool_awaits=SimpleNamespace(remote=self.awaited.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
-        lost: Any = SimpleNamespace(make_again=self._given_to_others)
+        lost: Any = None
         rules = PoolConfig(stall_timeout_s=60.0)
         super().__init__(self.op, lost, rules, supervisor, 0.0)
         self.pool = pool
         self.grown: list[int] = []
-        self.looks: list[tuple[set[str], set[Any]]] = []
 
     def _grow(self, num: int, reason: str) -> None:
         self.grown.append(num)
-
-    def _given_to_others(self, alive: set[str], stuck: set[Any]) -> int:
-        self.looks.append((alive, stuck))
-        return len(stuck)
 
 
 @pytest.fixture(autouse=True)
@@ -330,27 +324,6 @@ def test_a_stream_stalls_while_a_rank_waits_and_not_while_trainers_pause() -> No
             ResourceError, match=r"for 60 s .* Transform actors: 2 run, 0 died"
         ):
             keeper._end_stall(1122, finished=8, waiting=waiting, ranks_waiting=0.5)
-
-
-def looks(keeper: Keeper, *seconds: float) -> list[set[Any]]:
-    """The actors whose blocks are given to others, at looks so long after the keeper began."""
-    for now in seconds:
-        keeper._make_again(now)
-    return [stuck for _, stuck in keeper.looks]
-
-
-def test_blocks_of_an_actor_without_room_for_its_restart_go_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keeper = Keeper(Pool(dead=(True, 2), done=(True, 0), busy=(False, 1)))
-    assert looks(keeper, 0, 4, 6) == [set(), set(), {"dead"}]
-    assert len(keeper.notes) == 1 and "1 blocks" in keeper.notes[0]
-    monkeypatch.setattr(pool, "_pending_cpus", lambda: set())
-    assert looks(keeper, 7)[-1] == set(), "it has its CPUs, and is starting"
-    keeper.pool._running_actors["dead"].is_restarting = False
-    keeper.pool._running_actors["busy"].is_restarting = True
-    monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
-    assert looks(keeper, 8, 10)[-1] == set(), "each has its time"
 
 
 @pytest.mark.parametrize(
@@ -444,33 +417,3 @@ def test_a_pool_gives_way_to_other_streams_down_to_its_least(
         if cpus:
             assert keeper.pool.current_size() <= max(1, running + pending - cpus, least)
     assert keeper.pool.current_size() >= min(running, 1)
-
-
-# Nodes that are about to go. tests/faults drains a real one.
-
-
-def test_actors_on_a_draining_node_are_replaced_and_finish_first() -> None:
-    keeper = Keeper(
-        Pool(a=(False, 1, "going"), b=(False, 0, "going"), c=(False, 2, "cpu"))
-    )
-    keeper._leave({"going": 0})
-    assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["a", "c"]
-    keeper._leave({"going": 0})
-    keeper.pool._running_actors["a"].num_tasks_in_flight = 0
-    keeper._leave({"going": 0})
-    assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["c"]
-    assert keeper.notes == [
-        "node going is about to go: its 2 transform actors get no more blocks, and the pool starts as many on "
-        "other nodes"
-    ]
-
-
-def test_the_only_actors_on_a_draining_node_stay_until_others_run() -> None:
-    keeper = Keeper(Pool(a=(False, 0, "going"), b=(False, 0, "going")))
-    keeper._leave({"going": int((time.time() + 90) * 1000)})
-    assert list(keeper.pool._running_actors) == ["a", "b"] and re.search(
-        "go in (90|8.) s:", keeper.notes[0]
-    )
-    keeper.pool._running_actors |= Pool(c=(False, 0, "cpu"))._running_actors
-    keeper._leave({"going": 0})
-    assert list(keeper.pool._running_actors) == ["c"] and keeper.grown == [2]

@@ -235,19 +235,6 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 )
 
 
-def test_the_kernel_has_one_door_and_imports_nothing_of_raypipe() -> None:
-    """It could be released by itself: what the rest uses are the names of `raypipe.kernel`."""
-    for module in MODULES:
-        is_inside = module.split(".")[0] == "kernel"
-        for name in imports(module):
-            if is_inside and name.startswith("raypipe"):
-                assert name.startswith("raypipe.kernel."), f"{module} imports {name}"
-            if not is_inside:
-                assert not name.startswith("raypipe.kernel."), f"{module}: {name}"
-    for name in raypipe.kernel.__all__:
-        assert hasattr(raypipe.kernel, name)
-
-
 def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     graph = {
         m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}

@@ -175,20 +175,6 @@ def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
         assert cut.fingerprint == plan.fingerprint
 
 
-def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
-    plan = plan_of(7, val=3)
-    start = plan.start()
-    assert list(plan.until(2).segments(start)) == [Segment("train", 0, 0, 2)]
-    assert list(plan.until(3).segments(start)) == [
-        Segment("train", 0, 0, 3),
-        Segment("val", 0, 0, 2),
-    ]
-    assert list(plan.until(4).segments(plan.cursor_at(3))) == [
-        Segment("train", 1, 0, 1)
-    ]
-    assert list(plan.until(3).segments(plan.cursor_at(3))) == []
-
-
 # Resume
 
 

@@ -129,6 +129,3 @@ def test_lines_that_ray_data_writes_by_a_handler_of_its_own_are_json_too() -> No
     assert [(line["run"], line["logger"], line["message"]) for line in shown] == [
         ("mine", "ray.data", "it ended")
     ]
-
-
-# What a terminal must not obey

@@ -38,20 +38,6 @@ WROTE: dict[str, Any] = {
 }
 
 
-def test_who_waits_for_what_and_for_how_long() -> None:
-    found = standing(WROTE, 103.0, True, 0.0)
-    assert (
-        found["state"] == "running"
-        and found["age_s"] == 3
-        and found["step_age_s"] == 43
-    )
-    assert (found["waits_for"], found["whom"], found["since_s"]) == (
-        "the checkpoint",
-        "storage",
-        33,
-    )
-
-
 def test_a_run_is_silent_restarting_or_ended() -> None:
     assert standing(WROTE, 119.0, True, 0.0)["state"] == "running"
     assert standing(WROTE, 121.0, True, 0.0)["state"] == "silent"
@@ -90,7 +76,8 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     with lease(tmp_path.as_uri()):
         run_log.begin(False, lambda: {"to_step": 90}, None)
         run_log.step = 40
-        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1})
+        shares = {"remembered": 0.734, "val_remembered": 0.9, "gpu_utilization": 0.5}
+        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1, **shares})
         run_log.recorded("fault", "", {"text": "a transform actor died"})
         seconds = {"starting Ray on this machine": 1.5, "starting 1 trainer": 2.25}
         run_log.recorded("phases", "", {"begun": 1.0, "seconds": seconds})
@@ -99,6 +86,8 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         text, found = shown(tmp_path, capsys)
         run_log.saved()
         assert found["start_s"] == seconds
+        assert {name: found[name] for name in shares} == shares
+        assert "GPU 50%, 73% remembered, 90% in validation" in text
         assert "after 3.8 s (starting Ray on this machine 1.5, starting" in text
         assert (
             found["state"] == "running"
@@ -134,21 +123,6 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     text, found = shown(tmp_path, capsys)
     assert found["state"] == "failed" and found["error"] == "no space left"
     assert "no space left" in text and "Traceback" not in text
-
-
-def test_the_share_that_other_runs_have_made_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_log = RunLog(2, 0, open_filesystem(tmp_path.as_uri()))
-    with lease(tmp_path.as_uri()):
-        run_log.begin(False, lambda: {"to_step": 90}, None)
-        shares = {"remembered": 0.734, "val_remembered": 0.9}
-        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1, **shares})
-        run_log._look(time.time())
-        text, found = shown(tmp_path, capsys)
-        run_log.closed()
-    assert {name: found[name] for name in shares} == shares
-    assert "73% remembered, 90% in validation" in text
 
 
 def test_a_run_that_has_not_begun_to_train_is_told(

@@ -252,6 +252,7 @@ def test_the_command_prints_rows_and_json(
 ) -> None:
     main(["when", str(run_dir), "20", "--json"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == json.loads(json.dumps(when(str(run_dir), "20")))
     print_when(told)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run_dir}: step 7 of 15"

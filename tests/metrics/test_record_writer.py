@@ -9,7 +9,7 @@ from full_disk import fill, make_room
 
 from raypipe.metrics.records import SAMPLES, RecordWriter, read_records
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.storage.filesystem import open_filesystem
 
 
 def steps(run: Path | str, kind: str = "train") -> list[int]:
@@ -37,13 +37,6 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
         {"kind": "train", "step": 4, "loss": 0.5, "epoch": 0},
         {"kind": "val", "step": 5, "accuracy": None},
     ]
-
-
-def test_records_are_readable_before_the_run_ends(tmp_path: Path) -> None:
-    log = RecordWriter(tmp_path.as_uri(), 0)
-    log.write("train", 1, loss=1.0)
-    assert steps(tmp_path) == [1]
-    log.close()
 
 
 def test_a_resume_records_each_step_once_and_loses_no_line(tmp_path: Path) -> None:
@@ -146,11 +139,3 @@ def test_records_are_kept_here_if_their_bucket_is_gone(
     (warning,) = caplog.messages
     folder = Path(warning.split("which is left in ")[1].split(",")[0])
     assert steps(folder) == [1]
-
-
-def test_a_run_folder_with_a_space_is_read_back(tmp_path: Path) -> None:
-    run = tmp_path / "my runs"
-    log = RecordWriter(as_uri(str(run)), 0)
-    log.write("train", 1, loss=1.0)
-    log.close()
-    assert steps(run) == [1]

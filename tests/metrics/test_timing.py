@@ -13,7 +13,6 @@ from raypipe.metrics.timing import (
     StageClock,
     StageTimes,
     diagnose,
-    has_drained,
     mark,
 )
 
@@ -91,16 +90,11 @@ def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> Non
     )
     found = text(times, actors=8)
     assert "100 images/s" in found and "The model limits the run" in found
+    less = StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0)
+    assert "The model limits the run" in text(less)
+    more = StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0)
+    assert "limits the run, 11%" in text(more)
     assert "2 CPU actors would be enough" in found and "the pool may shrink" in found
-
-
-def test_a_run_that_hardly_waits_gets_no_advice() -> None:
-    assert "The model limits the run" in text(
-        StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0)
-    )
-    assert "limits the run, 11%" in text(
-        StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0)
-    )
 
 
 def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
@@ -247,18 +241,6 @@ def test_an_idle_gpu_that_is_fed_is_told_apart_from_a_slow_model() -> None:
     )
     saving = StageTimes(images=1000, compute_s=6.0, checkpoint_s=4.0, work_s=1.0)
     assert "Neither" not in text(saving, device="cuda", gpu_utilization=0.5)
-
-
-@pytest.mark.parametrize("query", [True, False])
-def test_whether_the_device_has_drained_is_asked_for_and_not_waited_for(
-    query: bool,
-) -> None:
-    class Event:  # of torch.cuda, as far as it may be used: to wait for it is an AttributeError
-        def query(self) -> bool:
-            return query
-
-    assert has_drained(Event()) is query
-    assert not has_drained(mark(CPU))
 
 
 def test_a_starving_run_without_actors_is_told_to_have_some() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from without_ray import every_batch
 
-from raypipe.commands.status import print_status, standing
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.utilization import Utilization, mean_share
@@ -79,7 +78,6 @@ def test_the_thread_of_the_gauges_shows_what_it_samples(
 def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
     known: bool,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = open_stream(
@@ -112,14 +110,3 @@ def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
         assert status["gpu_utilization"] == shares[-1]
     else:
         assert set(shares) == {None} and "gpu_utilization" not in diagnosis | status
-    of_folder = {
-        "run_dir": "here",
-        "checkpoint": None,
-        "faults": [],
-        "error": "",
-        "start_s": {},
-    }
-    print_status(standing(status, status["time"], False, 0.0) | of_folder)
-    text = capsys.readouterr().out
-    assert "images/s, waiting for data" in text
-    assert f"GPU {shares[-1]:.0%}" in text if known else "GPU" not in text

@@ -133,8 +133,7 @@ def test_the_validations_loss_is_that_of_a_data_loader(
     assert run.val_losses[-1] == pytest.approx(total / NUM_VAL, rel=1e-5)
 
 
-@pytest.mark.parametrize("looks", [1, 3])
-@pytest.mark.parametrize("per_step", [1, 2])
+@pytest.mark.parametrize(("looks", "per_step"), [(1, 1), (3, 2)])
 @each_loop
 def test_a_look_at_the_first_batch_costs_no_sample(
     loop: Loop, per_step: int, looks: int, tmp_path: Path

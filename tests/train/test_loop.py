@@ -3,10 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +75,6 @@ def final_state(result: dict[str, Any]) -> dict[str, Any]:
     return state["model"] | {
         f"ema.{name}": value for name, value in state["ema"].items()
     }
-
-
-def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread:
-    """Does something as soon as a file is there."""
-
-    def wait() -> None:
-        while not path.exists():
-            time.sleep(0.02)
-        action()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
 
 
 def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
@@ -198,43 +182,3 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
     assert any(
         "a transform actor died in train-e0000-s" in fault for fault in faults
     ), faults
-
-
-@pytest.mark.system
-def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
-    run: RunConfig, idle_cluster: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, held, seen = Path(run.storage_path) / "waits", list[Any](), list[str]()
-    metrics = folder / "metrics.jsonl"
-
-    class Job:
-        def ping(self) -> None: ...
-
-    def take_what_is_free() -> None:
-        held.append(ray.remote(num_cpus=3)(Job).remote())
-
-    def interrupt() -> None:
-        until(lambda: "no transform actor runs" in metrics.read_text())
-        seen.extend(metrics.read_text().splitlines())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    helpers = [
-        once_it_is_there(folder / "config.yaml", take_what_is_free),
-        once_it_is_there(metrics, interrupt),
-    ]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            # trainers that made the first micro-batches themselves would be done without the pool
-            pool = dataclasses.replace(run.pool, head_start=0)
-            launch(dataclasses.replace(run, name="waits", pool=pool))
-    finally:
-        for helper in helpers:
-            helper.join()
-        ray.kill(held[0])
-    assert [json.loads(line)["kind"] for line in seen] == ["start", "scale"]
-    text = json.loads(seen[1])["text"]
-    assert text.startswith(
-        "no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8"
-    )
-    said = f"stopped before the first checkpoint. Continue with: raypipe train --resume {folder}"
-    assert said in capsys.readouterr().out.splitlines()

@@ -74,21 +74,17 @@ def test_an_altered_run_ends_with_exit_code_1_and_names_the_change(
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:5] + lines[6:]))
     result = audit(altered, fails=True)
-    kinds = [finding["kind"] for finding in result["findings"]]
-    assert kinds == ["lines"] and not result["ok"]
     print_audit(result)
     text = capsys.readouterr().out
-    name = f"{file.name} has other lines than its rank has written"
-    assert f"lines: epoch 0: {name}" in text
-    assert text.endswith("1 finding\n")
+    found = f"lines: epoch 0: {file.name} has other lines than its rank has written"
+    assert text.endswith(f"{found}\n1 finding\n")
 
 
 def test_another_root_than_the_published_one_is_a_finding(
     run: Path, audit: Command
 ) -> None:
-    root = audit(run, "--samples", 0)["root"]
-    assert audit(run, "--samples", 0, "--root", root)["ok"]
-    (epoch,) = audit(run, "--samples", 0)["epochs"].values()
-    assert audit(run, "--samples", 0, "--root", epoch["root"])["ok"]
+    plain = audit(run, "--samples", 0)
+    for root in (plain["root"], plain["epochs"]["0"]["root"]):
+        assert audit(run, "--samples", 0, "--root", root)["ok"]
     other = audit(run, "--samples", 0, "--root", "0" * 64, fails=True)
     assert "the published 000" in other["findings"][0]["text"]

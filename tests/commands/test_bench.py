@@ -18,7 +18,6 @@ from raypipe.commands.bench import (
     summary,
     verdict,
 )
-from raypipe.commands.cli import main
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
@@ -41,23 +40,6 @@ def measured(ceiling_per_s: float, **stream: float) -> dict[str, float]:
     """Ceilings that drift around a mean."""
     before, after = (CEILING | {"images_per_s": ceiling_per_s * x} for x in (0.9, 1.1))
     return compared(before, STREAM | stream, after)
-
-
-def test_one_repeat_is_its_own_summary() -> None:
-    assert summary([ONE]) == pytest.approx(
-        {
-            "ceiling_images_per_s": 1000.0,
-            "stream_images_per_s": 900.0,
-            "ratio": 0.9,
-            "first_batch_s": 5.0,
-            "read_cpu_s_per_image": 0.0001,
-            "transform_cpu_s_per_image": 0.002,
-            "encoded_bytes_per_image": 110_000.0,
-            "micro_batch_bytes": 1_000_000,
-            "torch_ms_per_batch": 11.0,
-            "torch_images_per_s": 909.0,
-        }
-    )
 
 
 def test_repeats_are_summed_up_by_their_medians() -> None:
@@ -112,12 +94,6 @@ def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
     )
 
 
-@pytest.mark.parametrize("option", ["--seconds=0", "--repeats=0"])
-def test_nothing_to_measure_is_wrong_usage(option: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", option])
-
-
 def test_a_stream_above_its_ceiling_is_explained() -> None:
     assert verdict(measured(900.0), actors=2).startswith(
         "The stream runs at 100% of the rate at which 2 processes"
@@ -141,15 +117,15 @@ def test_a_million_images_have_core_hours_gigabytes_and_a_price(
         "actors": 2,
         "micro_batch": 10,
     }
-    million = costs(figures, 0.5, 0, 0)
-    assert million == {
-        "core_hours_per_million": pytest.approx(1e6 / 900 / 3600),
-        **GIGABYTES,
-    }
     million = costs(figures, 0.5, 0.04, 0.01)
-    assert million["dollars_per_million"] == pytest.approx(
-        0.04 * 1e6 / 900 / 3600 + 0.01 * 100
-    )
+    core_hours = 1e6 / 900 / 3600
+    assert million == {
+        "core_hours_per_million": pytest.approx(core_hours),
+        "read_gb_per_million": 110.0,
+        "sent_gb_per_million": 100.0,
+        "dollars_per_million": pytest.approx(0.04 * core_hours + 0.01 * 100),
+    }
+    assert "dollars_per_million" not in costs(figures, 0.5, 0, 0)
     print_bench(
         figures
         | million
@@ -172,27 +148,6 @@ def test_a_million_images_have_core_hours_gigabytes_and_a_price(
     )
 
 
-GIGABYTES = {"read_gb_per_million": 110.0, "sent_gb_per_million": 100.0}
-
-
-def test_the_ceiling_measures_the_costs_of_an_image(stores: dict[str, Path]) -> None:
-    config = TransformConfig(train="light", size=32)
-    one = ceiling(
-        open_store(stores["train"]),
-        config,
-        PoolConfig(max_actors=1),
-        micro_batch=32,
-        seconds=0.5,
-    )
-    # A process of its own: its CPU time cannot exceed the time that it took.
-    read_s, transform_s = one["read_cpu_s_per_image"], one["transform_cpu_s_per_image"]
-    assert 0 < transform_s <= 1.02 / one["images_per_s"] and 0 < read_s < transform_s
-    assert (
-        one["encoded_bytes_per_image"]
-        == sum(len(sample["image"]) for sample in samples(100)) / 100
-    )  # type: ignore[arg-type]
-
-
 @pytest.mark.cluster
 def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -204,7 +159,8 @@ def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     found = ceiling(
         open_store(stores["train"]), config, pool, micro_batch=32, seconds=0.5
     )
-    assert found["images_per_s"] > 0 and found["transform_cpu_s_per_image"] > 0
+    assert found["images_per_s"] > 0 and found["read_cpu_s_per_image"] > 0
+    assert found["transform_cpu_s_per_image"] > 0
     assert found["encoded_bytes_per_image"] == pytest.approx(
         np.mean([len(s["image"]) for s in samples(100)])
     )  # type: ignore[arg-type]

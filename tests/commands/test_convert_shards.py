@@ -11,7 +11,6 @@ import pytest
 from pictures import picture
 
 from raypipe.commands import copies
-from raypipe.commands.convert import convert
 from raypipe.commands.copies import (
     CopySettings,
     shard_fingerprint,
@@ -19,7 +18,7 @@ from raypipe.commands.copies import (
 )
 from raypipe.commands.store_samples import StoreRows, _with_later
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import open_store, open_writer
+from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.record import Fingerprint, RecordLayout
@@ -69,37 +68,6 @@ def digest(samples: list[dict[str, Any]]) -> str:
 )
 def test_any_change_of_one_sample_changes_the_digest(change: dict[str, Any]) -> None:
     assert digest([SAMPLES[0] | change, SAMPLES[1]]) != digest(SAMPLES)
-
-
-def test_order_and_number_of_samples_change_the_digest() -> None:
-    found = [
-        digest(s)
-        for s in (SAMPLES, SAMPLES[::-1], SAMPLES[:1], SAMPLES[1:], SAMPLES * 2, [])
-    ]
-    assert len(set(found)) == len(found)
-
-
-def test_numbers_of_another_width_have_the_same_digest() -> None:
-    narrow = SAMPLES[0] | {"label": np.int32(1), "score": np.float32(0.5)}
-    assert digest([narrow]) == digest(
-        [SAMPLES[0] | {"label": np.int64(1), "score": np.float64(0.5)}]
-    )
-    assert digest([narrow]) == digest([SAMPLES[0]])
-
-
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-def test_the_digest_of_a_file_is_that_of_its_samples(
-    suffix: str, tmp_path: Path
-) -> None:
-    many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
-    with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
-        for sample in many:
-            writer.append(sample)
-    assert shard_fingerprint(tmp_path / f"a{suffix}", TYPES) == digest(many)
-    with open_writer(tmp_path / f"b{suffix}", TYPES) as writer:
-        for sample in many[:-1]:
-            writer.append(sample)
-    assert shard_fingerprint(tmp_path / f"b{suffix}", TYPES) != digest(many)
 
 
 def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
@@ -184,21 +152,6 @@ def test_a_missing_label_is_not_copied_as_nan() -> None:
     assert copied["label"] is None and np.isnan(copied["score"])
 
 
-def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
-    boxes = [[[0.1, 2, 3.5, 4, 1]], [], [[1, 2, 3, 4, 5]]]
-    store = MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes})
-    types = column_types(store.read(np.arange(3), tuple(store.schema.names)), "x")
-    assert types["boxes"] == "string"
-    settings = CopySettings(dst=str(tmp_path), suffix=".lmdb", columns=types)
-    part, end = write_shard(StoreRows(store, 0, 3, settings), 0, 7, settings)
-    assert part == (3, 0, 3 * len(picture(0)), (), None)
-    assert end.shard == (7, "00007.lmdb")
-    copied = open_store(tmp_path / "00007.lmdb").read(np.arange(3), ("boxes",))["boxes"]
-    assert [json.loads(text) for text in copied] == [
-        np.asarray(each).tolist() for each in boxes
-    ]
-
-
 def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
     first = {"image": [b"x"], "boxes": [[1, 2, 3, 4, 5]]}
     assert column_types(first, "x")["boxes"] == "string"
@@ -212,14 +165,6 @@ def test_a_source_without_images() -> None:
         match=r"x\.lmdb has no column 'image' for image_column; its columns are label",
     ):
         column_types({"label": [1]}, "x.lmdb")
-
-
-@pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
-def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=f"got 0, {values[0]} and {values[1]}"):
-        convert(
-            MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1]
-        )
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
@@ -243,16 +188,6 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         StoreError, match=f"00000{suffix} does not read back as it was written"
     ):
         list(write_shard(rows, 0, 0, settings))
-
-
-def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
-    store = MemoryStore([picture(0)] * 200, [0] * 200)
-    columns = {"image": "binary", "label": "int64"}
-    settings = CopySettings(dst=str(tmp_path), suffix=".lmdb", columns=columns)
-    copy = write_shard(StoreRows(store, 0, 200, settings), 0, 0, settings)
-    assert next(copy).samples == 64
-    copy.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_a_task_left_is_written_again(tmp_path: Path) -> None:

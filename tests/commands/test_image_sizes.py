@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raypipe.commands import cli
 from raypipe.commands.copies import (
     NO_SIZE,
     CopySettings,
@@ -23,7 +21,7 @@ from raypipe.commands.copies import (
 )
 from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import SampleError
-from raypipe.stores import open_store, open_writer
+from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode.rgb import decode
 
@@ -52,15 +50,6 @@ STORED = [(12, 8), (9, 5), (30, 20), (3, 7)]
 UPRIGHT = [(12, 8), (9, 5), (20, 30), (3, 7)]
 
 
-@pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
-def test_a_size_is_that_of_the_decoded_image(
-    exif: bool, expected: list[tuple[int, int]]
-) -> None:
-    for image, (width, height) in zip(IMAGES, expected, strict=True):
-        assert header_sides(image, exif) == {"width": width, "height": height}
-        assert decode(image, exif=exif).shape == (height, width, 3)
-
-
 def test_an_image_whose_decoder_is_not_installed_has_no_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -80,13 +69,11 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("image", UNREADABLE)
-@pytest.mark.parametrize("sized", [(), ("width", "height")])
 def test_a_conversion_refuses_what_no_decoder_reads(
-    image: bytes, sized: tuple[str, ...], tmp_path: Path
+    image: bytes, tmp_path: Path
 ) -> None:
-    types = {"image": "binary", "label": "int64"} | dict.fromkeys(sized, "int64")
     source = MemoryStore([PNG, image], [0, 1])
-    settings = CopySettings(columns=types, sized=sized)
+    settings = CopySettings(columns={"image": "binary", "label": "int64"})
     with pytest.raises(
         SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"
     ):
@@ -112,6 +99,8 @@ def test_a_conversion_writes_the_sizes_of_all_images(
     found = store.read(np.arange(4), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
     assert list(zip(found["width"], found["height"], strict=True)) == expected
+    for image, (width, height) in zip(IMAGES, expected, strict=True):
+        assert decode(image, exif=exif).shape == (height, width, 3)
 
 
 def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
@@ -128,25 +117,9 @@ def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     assert (found["width"][0], found["height"][0]) == (30, 20)
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-class TestCommands:
-    def test_convert_writes_sizes_unless_it_is_told_not_to(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with open_writer(
-            tmp_path / "a.lmdb", {"image": "binary", "height": "string"}
-        ) as writer:
-            for image in IMAGES:
-                writer.append({"image": image, "height": "tall"})
-        cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/b.parquet"])
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (found["samples"], found["without_size"]) == (4, 0)
-        copy = open_store(tmp_path / "b.parquet")
-        assert copy.stored.names == ["image", "height", "width"]
-        read = copy.read(np.arange(4), ("height", "width"))
-        assert read["height"] == ["tall"] * 4 and read["width"].tolist() == [
-            width for width, _ in STORED
-        ]
-        cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--no-sizes"])
-        assert open_store(tmp_path / "c.lmdb").stored.names == ["image", "height"]
+def test_columns_of_sizes_are_added_unless_they_are_there() -> None:
+    given = {"image": "binary", "height": "string"}
+    assert CopySettings().of_columns(given).columns == given | {"width": "int64"}
+    assert CopySettings(sizes=False).of_columns(given).columns == given
+    smaller = CopySettings(short_side=8).of_columns(given)
+    assert smaller.sized == ("width", "height")

@@ -152,16 +152,3 @@ def test_a_source_without_a_readable_sample(tmp_path: Path) -> None:
     ):
         convert(bad, tmp_path / "a.lmdb", shards=2, on_bad_sample="skip")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"label": None}, "do not fit"), ({"more": 1}, "has the columns")],
-)
-def test_a_sample_that_does_not_fit_the_columns_is_named(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    every = samples(100)
-    every[80] |= change
-    with pytest.raises(StoreError, match=rf"the source: sample 80: .*{message}"):
-        convert(every, tmp_path / "a.lmdb", shards=4, on_bad_sample="skip")

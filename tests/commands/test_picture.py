@@ -45,19 +45,6 @@ def test_short_text_is_whole_and_what_the_font_lacks_is_an_escape() -> None:
     ]
 
 
-def test_a_tile_is_enlarged_by_whole_pixels() -> None:
-    image = np.zeros((2, 2, 3), np.uint8)
-    image[0, 0], image[1, 1] = (255, 0, 0), (0, 0, 255)
-    seen = pixels([[Tile(image)]])
-    for colour in image[[0, 1], [0, 1]]:
-        assert (seen == colour).all(2).sum() == 80 * 80
-
-
-def test_a_tile_without_an_image_is_grey() -> None:
-    seen = pixels([[Tile(None)]])[-ROW:]
-    assert 64 < seen[5, LEFT + 5, 0] < 230 and (seen[SIZE + 5, LEFT + 5] == 255).all()
-
-
 def test_a_mask_tints_and_a_box_frames_its_place() -> None:
     image, mask = np.full((80, 80, 3), 50, np.uint8), np.zeros((80, 80), np.uint8)
     mask[:40, :40], mask[:40, 40:] = 1, 255

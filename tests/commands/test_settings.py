@@ -88,16 +88,6 @@ def test_a_resume_of_what_is_no_run_says_which_line_a_run_has(tmp_path: Path) ->
         parse_run([f"--resume={tmp_path}"], None)
 
 
-@pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
-def test_a_deep_configuration_is_refused_where_it_is_too_deep(
-    opening: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "deep.yaml").write_text(f"plan: \n  {opening * 100_000}")
-    with pytest.raises(SystemExit):
-        parse_run([f"--config={tmp_path / 'deep.yaml'}"], None)
-    assert "deep.yaml is not YAML: it is nested more" in capsys.readouterr().err
-
-
 def test_a_store_with_a_config_of_a_run_beside_its_images_is_a_store(
     downloaded: Path,
 ) -> None:
@@ -178,26 +168,11 @@ def test_no_command_runs_code_of_the_folder_it_is_called_in(
     assert not (downloaded.parent / "ran").exists() and "planted" not in sys.modules
     assert "Traceback" not in shown
     assert converts or "planted:make" in shown, shown
-
-
-def test_the_error_says_why_the_code_of_this_folder_is_not_found(
-    downloaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(downloaded)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "digest",
-                ".",
-                "--pool.engine=inline",
-                "--transform.train=planted:make",
-                *SMALL,
-            ]
+    if args[0] == "digest":
+        why = (
+            "the current folder is not searched, since it contains the store or the run"
         )
-    assert (
-        "the current folder is not searched, since it contains the store or the run"
-        in capfd.readouterr().err
-    )
+        assert why in shown
 
 
 @pytest.mark.parametrize("target", [".", "..", "../../downloaded"])
@@ -258,11 +233,3 @@ def test_the_folder_of_a_run_stands_for_its_settings(tmp_path: Path) -> None:
     found = parse(str(run), "--plan.seed", "3")
     assert found.store.train == "train.lmdb" and found.resume == ""
     assert (found.plan.epochs, found.plan.seed) == (7, 3)
-    # a folder of images, or a data set with a configuration of another program, is a store
-    for name in ("images", "foreign"):
-        folder = tmp_path / name
-        folder.mkdir()
-        if name == "foreign":
-            (folder / "config.yaml").write_text("plan: {epochs: 9}\n")
-        assert parse(str(folder)).store.train == str(folder)
-        assert parse(str(folder)).plan.epochs != 9

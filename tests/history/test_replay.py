@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +13,13 @@ import numpy as np
 import pytest
 import torch
 from pictures import CLASSES, samples
-from small_runs import small_run
-from without_ray import every_batch, train
+from without_ray import every_batch
 
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.compared import compare_runs
-from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
@@ -149,15 +146,9 @@ def windows(stores: dict[str, Path]) -> StreamSpec:
     )
 
 
-STREAMS: dict[str, Callable[[dict[str, Path]], StreamSpec]] = {
-    "mixture": mixture,
-    "buckets": buckets,
-    "windows": windows,
-}
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("made", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize(
+    ("made", "workers"), [(mixture, 1), (mixture, 2), (buckets, 2), (windows, 1)]
+)
 def test_plans_of_all_kinds_are_replayed_for_one_rank_and_two(
     stores: dict[str, Path],
     tmp_path: Path,
@@ -173,32 +164,6 @@ def test_plans_of_all_kinds_are_replayed_for_one_rank_and_two(
     assert {row["rank"] for row in of_rank} == {workers - 1}
     assert {row["micro"] % workers for row in of_rank} == {workers - 1}
     assert len(of_rank) == 16 // workers
-
-
-def test_random_steps_agree_with_the_samples_of_a_run(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    run = small_run(tmp_path, stores["train"], stores["val"], 3, 2, log=["samples"])
-    folder = train(run)["run_dir"]
-    replay = raypipe.replay(folder)
-    assert len(replay) == 24
-    records = [
-        record
-        for record in read_records(as_uri(folder), SAMPLES)
-        if "indices" in record
-    ]
-    assert len(records) == 48
-    drawn = random.Random(1)
-    for _ in range(200):
-        record = drawn.choice(records)
-        micro = int(record["micro_batch"][-3:])
-        rows = replay.samples(record["step"], micro=micro)
-        assert [row["index"] for row in rows] == record["indices"]
-    (batch, other) = replay[1]
-    assert [batch.position.micro, other.position.micro] == [0, 1]
-    assert torch.equal(replay[1, 1].image, other.image)
-    first = next(iter(replay))
-    assert torch.equal(first[0].image, batch.image)
 
 
 def test_samples_are_described_by_their_numbers(
@@ -239,75 +204,52 @@ def test_samples_are_described_by_their_numbers(
 def test_device_presets_are_described_by_their_numbers(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    spec = stream(stores["train"])
-    augment = AugmentConfig(mean=(0.0,) * 3, std=(1.0,) * 3, preset="standard")
-    batches = recorded(tmp_path / "run", spec, augment=augment)[:6]
+    plain: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    augment = AugmentConfig(**plain, preset="light")
+    batches = recorded(tmp_path / "run", stream(stores["train"]), augment=augment)
     replay = raypipe.replay(tmp_path / "run")
-    rows = [row for batch in batches for row in replay.samples_of(batch.position)]
-    images = [image for batch in batches for image in batch.image]
-    made = [replay.remade(batch.position).host["image"] for batch in batches]
-    host = torch.from_numpy(np.concatenate(made)).movedim(-1, 1)
-    seen = set()
-    for row, image, before in zip(rows, images, host, strict=True):
-        (drawn,) = row["augmented"]
-        pixels = before / 255
-        if drawn["flip"]:
-            pixels = pixels.flip(2)
-        factors = [drawn[name] for name in ("brightness", "contrast", "saturation")]
-        pixels = jittered(pixels, *factors)
-        top, bottom, left, right = drawn["box"]
-        pixels[:, top:bottom, left:right] = 0
-        assert torch.allclose(image, pixels.clamp(0, 1), atol=0.02)
-        applied = {"flip": drawn["flip"], "color": factors != [1, 1, 1], "box": bottom}
-        seen |= {name for name, is_applied in applied.items() if is_applied}
-    assert seen == {"flip", "color", "box"}
-
-
-def jittered(
-    pixels: torch.Tensor, brightness: float, contrast: float, saturation: float
-) -> torch.Tensor:
-    """An image (3, H, W) in [0, 1] with other colors, not limited."""
-    weights = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
-    gray = (pixels * weights).sum(0)
-    colored = saturation * pixels + (1 - saturation) * gray
-    return brightness * (contrast * colored + (1 - contrast) * gray.mean())
+    flips = set()
+    for batch in batches[:6]:
+        host = replay.remade(batch.position).host["image"]
+        before = torch.from_numpy(host).movedim(-1, 1) / 255
+        rows = replay.samples_of(batch.position)
+        for row, image, pixels in zip(rows, batch.image, before, strict=True):
+            (drawn,) = row["augmented"]
+            assert drawn["op"] == "preset" and len(drawn["box"]) == 4
+            flips.add(drawn["flip"])
+            expected = pixels.flip(2) if drawn["flip"] else pixels
+            assert torch.allclose(image, expected, atol=1e-4)
+    assert flips == {False, True}
 
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["ops", "module"])
 def test_kornias_operations_are_described_by_their_numbers(
     as_module: bool, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    from kornia.augmentation import RandomHorizontalFlip, RandomSolarize
+    from kornia.augmentation import RandomSolarize
 
-    spec = stream(stores["train"])
+    numbers = {"thresholds": 0.4, "additions": 0.0, "p": 0.5}
     plain: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
     if as_module:
-        steps = (RandomHorizontalFlip(p=0.5), RandomSolarize(0.4, 0.0, p=0.5))
-        augment = AugmentConfig(**plain, module=torch.nn.Sequential(*steps))
+        module = torch.nn.Sequential(RandomSolarize(0.4, 0.0, p=0.5))
+        augment = AugmentConfig(**plain, module=module)
     else:
-        ops = [
-            {"op": "RandomHorizontalFlip", "p": 0.5},
-            {"op": "RandomSolarize", "p": 0.5, "thresholds": 0.4, "additions": 0.0},
-        ]
-        augment = AugmentConfig(**plain, ops=ops)
-    batches = recorded(tmp_path / "run", spec, augment=augment)
+        augment = AugmentConfig(**plain, ops=[{"op": "RandomSolarize", **numbers}])
+    batches = recorded(tmp_path / "run", stream(stores["train"]), augment=augment)
     given = {"augment": augment} if as_module else {}
     replay = raypipe.replay(tmp_path / "run", **given)
-    names = set()
+    num_applied = 0
     for batch in batches[:4]:
         host = replay.remade(batch.position).host["image"]
         before = torch.from_numpy(host).movedim(-1, 1) / 255
         rows = replay.samples_of(batch.position)
         for row, image, pixels in zip(rows, batch.image, before, strict=True):
             for applied in row["augmented"]:
-                if applied["op"] == "RandomHorizontalFlip":
-                    pixels = pixels.flip(2)
-                else:
-                    is_kept = pixels < applied["thresholds"]
-                    pixels = torch.where(is_kept, pixels, 1 - pixels)
-                names.add(applied["op"])
+                is_kept = pixels < applied["thresholds"]
+                pixels = torch.where(is_kept, pixels, 1 - pixels)
+            num_applied += len(row["augmented"])
             assert torch.allclose(image, pixels, atol=1e-4)
-    assert names == {"RandomHorizontalFlip", "RandomSolarize"}
+    assert 0 < num_applied < 16
 
 
 @pytest.mark.parametrize("has_record", [True, False], ids=["recorded", "found again"])
@@ -515,43 +457,30 @@ def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
 def test_a_comparison_says_where_two_runs_part(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    def run(name: str, **changes: Any) -> raypipe.replay:  # type: ignore[valid-type]
-        plan = changes.pop("plan", {})
-        recorded(
-            tmp_path / name, stream(stores["train"], stores["val"], plan, **changes)
-        )
-        return raypipe.replay(tmp_path / name)
+    def compared(name: str, plan: Any = None, **changes: Any) -> dict[str, Any]:
+        """The comparison of a run with the first one."""
+        spec = stream(stores["train"], stores["val"], plan, **changes)
+        recorded(tmp_path / name, spec)
+        runs = [raypipe.replay(tmp_path / each) for each in ("first", name)]
+        return compare_runs(*runs)
 
-    first = run("first")
-    same = compare_runs(first, run("same"))
-    assert (same["equal"], same["settings"], same["order"], same["compared_steps"]) == (
-        True,
-        {},
-        None,
-        18,
-    )
-    assert (same["pixels"], same["made_steps"], same["loss"]) == (
-        None,
-        [1, 7, 13],
-        None,
-    )
-    seed = compare_runs(first, run("seed", plan={"seed": 4}))
+    same = compared("first")
+    assert same["equal"] and not same["settings"] and same["loss"] is None
+    assert (same["order"], same["compared_steps"]) == (None, 18)
+    assert (same["pixels"], same["made_steps"]) == (None, [1, 7, 13])
+    seed = compared("seed", {"seed": 4})
     assert (seed["equal"], seed["order"], seed["made_steps"]) == (False, 1, [])
     assert seed["settings"]["plan.seed"] == [3, 4]
-    mixed = {0: {"a": 1, "b": 1}, 1: {"a": 3, "b": 1}}
     pair = {"a": stores["train"], "b": stores["val"]}
-    alike = []
-    for name, shares in (("flat", {"a": 1, "b": 1}), ("later", mixed)):
-        recorded(
-            tmp_path / name, stream(pair, plan={"mixture": shares, "epoch_samples": 64})
-        )
-        alike.append(raypipe.replay(tmp_path / name))
+    mixtures = {
+        "flat": {"a": 1, "b": 1},
+        "later": {0: {"a": 1, "b": 1}, 1: {"a": 3, "b": 1}},
+    }
+    for name, shares in mixtures.items():
+        plan = {"mixture": shares, "epoch_samples": 64}
+        recorded(tmp_path / name, stream(pair, plan=plan))
+    alike = [raypipe.replay(tmp_path / name) for name in mixtures]
     assert compare_runs(*alike)["order"] == 5
-    resized = compare_runs(
-        first,
-        run(
-            "resized",
-            transform=replace(TRANSFORM, size={0: 16, 1: 24}),
-        ),
-    )
+    larger = replace(TRANSFORM, size={0: 16, 1: 24})
+    resized = compared("resized", transform=larger)
     assert (resized["order"], resized["pixels"]) == (None, 7)

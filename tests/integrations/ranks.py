@@ -1,7 +1,4 @@
-"""One rank of a training in a loop that others wrote. It records what it is given, and may be killed in its midst.
-
-A checkpoint every second step; it goes on from the newest one, and FOLDER/resumed then has its step.
-"""
+"""Trainings in loops that others wrote, in this process, or in two ranks that are killed in their midst."""
 
 from __future__ import annotations
 
@@ -13,31 +10,57 @@ from pathlib import Path
 from typing import Any
 
 import raypipe  # isort: skip
+import cv2
+import lightning.pytorch as pl
+import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from raypipe.device.prefetcher import Batch
+from raypipe.integrations.lightning import StreamDataModule
+from raypipe.integrations.transformers import StreamTrainer
 from raypipe.plan.places import MicroBatchId
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.plain import counted_target
 from raypipe.transform.fields import MicroBatch
 
-EVERY = 2
+EPOCHS = 2
+STEPS = 6  # of 8 samples, in an epoch
+NUM_VAL = 22
+
+
+def store_of(num: int, seed: int) -> MemoryStore:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (num, 12, 12, 3), np.uint8)
+    encoded = [cv2.imencode(".png", image)[1].tobytes() for image in images]
+    return MemoryStore(encoded, rng.integers(0, 5, num))
+
+
+TRAIN = store_of(50, 1)
+VAL = store_of(NUM_VAL, 2)
 
 
 def spec_of(
-    train: str | Path, val: str | Path | None = "", per_step: int = 4
+    per_step: int = 2,
+    store: MemoryStore = TRAIN,
+    size: int = 8,
+    val: MemoryStore | None = VAL,
+    **plan: Any,
 ) -> raypipe.StreamSpec:
-    """Two epochs of steps of 16 samples, in so many micro-batches.
-
-    Args:
-        val: "" = `train`; None = no validation.
-    """
     return raypipe.open_stream(
-        train,
-        train if val == "" else val,
+        store,
+        val,
         plan=raypipe.PlanConfig(
-            epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
+            epochs=EPOCHS,
+            micro_batch_size=size // per_step,
+            global_batch_size=size,
+            **plan,
         ),
         transform=raypipe.TransformConfig(train="small", val="resize", size=12),
         pool=raypipe.PoolConfig(engine="inline"),
@@ -53,196 +76,270 @@ def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(spec, opened, rank, world_size, cursor=spec.plan.start())
 
 
+def forget_accelerate() -> None:
+    """Let the next `Accelerator` of this process be as its first."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layer = torch.nn.Linear(3 * 12 * 12, 5)
 
-    def forward(
-        self, pixel_values: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.layer(pixel_values.flatten(1))
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
-class Rank:
-    def __init__(self, rank: int, world_size: int, folder: Path, dies_at: int) -> None:
-        self.rank, self.world_size, self.folder, self.dies_at = (
-            rank,
-            world_size,
-            folder,
-            dies_at,
-        )
+class Died(Exception):  # noqa: N818
+    """The end of a run before its end."""
 
-    def given(self, batch: Batch) -> dict[str, Any]:
-        """What the loops get of a batch, which is written down."""
+
+class Run:
+    """A training with a checkpoint after each whole step.
+
+    Args:
+        loader: the stream's.
+        folder: of the checkpoints; it resumes from the newest.
+        every: steps between two checkpoints.
+        dies_at: step after which it ends.
+        limit: steps of an epoch, after which a loop leaves it.
+        looks: how often it looks at the first batch before.
+        epochs: how many it wants.
+        flags: other arguments of Lightning's Trainer.
+
+    Attributes:
+        trained: the places and samples of each batch.
+        val_losses: one for each validation, as a usual module logs it.
+        net: the model.
+    """
+
+    def __init__(self, loader: Loader, folder: Path, **options: Any) -> None:
+        self.loader = loader
+        self.folder = folder
+        self.every = options.get("every", 1)
+        self.dies_at = options.get("dies_at", 1_000)
+        self.limit = options.get("limit", STEPS)
+        self.looks = options.get("looks", 0)
+        self.epochs = options.get("epochs", EPOCHS)
+        self.flags = options.get("flags", {})
+        self.trained = list[tuple[int, ...]]()
+        self.val_losses = list[float]()
+        self.net = Net()
+
+    def given(self, batch: Batch) -> dict[str, torch.Tensor]:
         at = batch.position
-        with (self.folder / f"seen-{self.rank}").open("a") as file:
-            file.write(
-                json.dumps(
-                    [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()]
-                )
-                + "\n"
-            )
-        counts = batch.weight > 0
-        return {
-            "pixel_values": batch.image.float() / 255,
-            "labels": batch.target.where(counts, -100),
-        }
+        if at.split == "train":
+            self.trained.append((at.epoch, at.step, at.micro, *batch.index.tolist()))
+        pixels = batch.image.float() / 255
+        return {"pixel_values": pixels, "labels": counted_target(batch)}
 
-    def resumed(self, step: int) -> None:
-        if self.rank == 0:
-            (self.folder / "resumed").write_text(str(step))
+    def look(self, train: Any) -> None:
+        for _ in range(self.looks):
+            next(iter(train))
+        self.trained.clear()
 
-    def done(self, step: int) -> None:
-        if self.dies_at and step >= self.dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
-    def lightning(self, loader: Loader) -> None:
-        import lightning.pytorch as pl
+    def end(self, step: int) -> None:
+        """End where it is to die."""
+        if step == self.dies_at:
+            self.die()
 
-        from raypipe.integrations.lightning import StreamDataModule
+    def die(self) -> None:
+        raise Died
 
-        rank = self
 
-        class Module(pl.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = Net()
+def own(run: Run) -> None:
+    loader = run.loader
+    train, val = raypipe.plain_loaders(loader, run.given)
+    optimizer = run.optimizer
+    file = run.folder / "state.pt"
+    if file.exists():
+        state = torch.load(file, weights_only=True)
+        loader.load_state_dict(state["place"])
+        run.net.load_state_dict(state["net"])
+    run.look(train)
+    for _ in range(loader.cursor.epoch, run.epochs):
+        for number, batch in enumerate(train, 1):
+            (run.net(**batch)["loss"] / loader.accumulation_steps).backward()
+            if number % loader.accumulation_steps:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {"place": loader.state_dict(), "net": run.net.state_dict()}
+            torch.save(state, file)
+            run.end(loader.global_step)
+            if loader.cursor.step == run.limit:
+                break
+        validate(run, val)
 
-            def training_step(self, batch: Any) -> torch.Tensor:
-                return self.net(**batch)["loss"]
 
-            def validation_step(self, batch: Any) -> None:
-                self.net(**batch)
+def validate(run: Run, val: Any) -> None:
+    """As a loop with a mean of torchmetrics' does it: each batch's mean, by its number of rows."""
+    total = 0.0
+    with torch.no_grad():
+        for batch in val:
+            total += float(run.net(**batch)["loss"]) * len(batch["labels"])
+    run.val_losses.append(total / NUM_VAL)
 
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
 
-        class Watch(pl.Callback):
-            def on_train_start(self, trainer: Any, *_: Any) -> None:
-                rank.resumed(trainer.global_step)
+def accelerate(run: Run) -> None:
+    forget_accelerate()
+    loader = run.loader
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=loader.accumulation_steps
+    )
+    model, optimizer, train, val = accelerator.prepare(
+        run.net, run.optimizer, *raypipe.plain_loaders(loader, run.given)
+    )
+    accelerator.register_for_checkpointing(train)
+    if (run.folder / "state").exists():
+        accelerator.load_state(str(run.folder / "state"))
+    run.look(train)
+    for _ in range(loader.cursor.epoch, run.epochs):
+        for batch in train:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            if loader.global_step % run.every == 0:
+                accelerator.save_state(str(run.folder / "state"))
+            run.end(loader.global_step)
+            if loader.cursor.step == run.limit:
+                break
+        validate(run, val)
 
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                rank.done(trainer.global_step)
 
-        saves = pl.callbacks.ModelCheckpoint(
-            str(self.folder), "{step}", every_n_train_steps=EVERY, save_top_k=-1
-        )
-        trainer = pl.Trainer(
-            **StreamDataModule.settings(loader),
-            accelerator="cpu",
-            devices=self.world_size,
-            strategy="ddp",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Watch(), saves],
-        )
-        saved = self.folder.glob("step=*.ckpt")
-        newest = max(
-            saved, default=None, key=lambda path: int(path.stem.partition("=")[2])
-        )
-        trainer.fit(
-            Module(), datamodule=StreamDataModule(loader, self.given), ckpt_path=newest
-        )
+def lightning(run: Run) -> None:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = run.net
 
-    def accelerate(self, loader: Loader) -> None:
-        from accelerate import Accelerator
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.net(**batch)["loss"]
 
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=loader.accumulation_steps
-        )
-        loaders, net = raypipe.plain_loaders(loader, self.given), Net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model, optimizer, train, val = accelerator.prepare(net, optimizer, *loaders)
-        assert (train, val) == loaders  # it does not shard them again
-        accelerator.register_for_checkpointing(train)
-        saved = self.folder.glob("step-*")
-        if newest := max(
-            saved, default=None, key=lambda path: int(path.name.partition("-")[2])
-        ):
-            accelerator.load_state(str(newest))
-        self.resumed(loader.global_step)
-        for _ in range(loader.cursor.epoch, loader.plan.config.epochs):
-            for batch in train:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(**batch)["loss"])
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    if loader.global_step % EVERY == 0:
-                        accelerator.save_state(
-                            str(self.folder / f"step-{loader.global_step}")
-                        )
-                    self.done(loader.global_step)
-            with torch.no_grad():
-                for batch in val:
-                    model(**batch)
+        def validation_step(self, batch: Any) -> None:
+            self.log("val_loss", self.net(**batch)["loss"])
 
-    def transformers(self, loader: Loader) -> None:
-        from transformers import TrainerCallback, TrainingArguments
-        from transformers.trainer_utils import get_last_checkpoint
+        def on_validation_epoch_end(self) -> None:
+            metrics: Any = self.trainer.callback_metrics
+            run.val_losses.append(float(metrics["val_loss"]))
 
-        from raypipe.integrations.transformers import StreamTrainer
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return run.optimizer
 
-        rank = self
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step % run.every == 0:
+                trainer.save_checkpoint(run.folder / "last.ckpt")
+            run.end(trainer.global_step)
 
-        class Watch(TrainerCallback):
-            def on_train_begin(
-                self, args: Any, state: Any, control: Any, **_: Any
-            ) -> None:
-                rank.resumed(state.global_step)
+    quietly: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    settings = StreamDataModule.settings(run.loader) | {"max_epochs": run.epochs}
+    settings |= run.flags
+    limit = run.limit * run.loader.accumulation_steps
+    trainer = pl.Trainer(
+        **settings,
+        **quietly,
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy="ddp" if "WORLD_SIZE" in os.environ else "auto",
+        limit_train_batches=limit,
+        callbacks=[Saves()],
+    )
+    data = StreamDataModule(run.loader, run.given)
+    run.look(data.train_dataloader())
+    saved = run.folder / "last.ckpt"
+    path = saved if saved.exists() else None
+    trainer.fit(Module(), datamodule=data, ckpt_path=path)
 
-            def on_step_begin(
-                self, args: Any, state: Any, control: Any, **_: Any
-            ) -> None:
-                rank.done(state.global_step)
 
-        arguments = TrainingArguments(
-            output_dir=str(self.folder),
-            use_cpu=True,
-            eval_strategy="epoch",
-            save_strategy="steps",
-            save_steps=EVERY,
-            report_to=[],
-            disable_tqdm=True,
-            ddp_backend="gloo",
-        )
-        trainer = StreamTrainer(
-            Net(), arguments, loader=loader, format=self.given, callbacks=[Watch()]
-        )
-        trainer.train(get_last_checkpoint(str(self.folder)))
-        losses = [
-            entry["eval_loss"]
-            for entry in trainer.state.log_history
-            if "eval_loss" in entry
-        ]
-        (self.folder / "eval_loss").write_text(str(losses[-1]))
-        torch.save(trainer.model.state_dict(), self.folder / "trained.pt")
+def arguments_of(folder: Path, **more: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+    }
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, **usual | more)
+
+
+def transformers(run: Run) -> None:
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = state.global_step % STEPS == run.limit % STEPS
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.end(state.global_step)
+
+    usual = 3  # epochs, unless they are set
+    epochs = {} if run.epochs in (EPOCHS, usual) else {"num_train_epochs": run.epochs}
+    trainer = StreamTrainer(
+        run.net,
+        arguments_of(run.folder, save_steps=run.every, **epochs),
+        loader=run.loader,
+        format=run.given,
+        callbacks=[Ends()],
+    )
+    run.look(trainer.get_train_dataloader())
+    trainer.train(get_last_checkpoint(str(run.folder)))
+    history = trainer.state.log_history
+    run.val_losses += [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+
+
+LOOPS = [own, lightning, accelerate, transformers]
+
+
+class RankRun(Run):
+    """A training of one rank, which writes down what it is given, and is killed where it is to die."""
+
+    def given(self, batch: Batch) -> dict[str, torch.Tensor]:
+        at = batch.position
+        row = [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()]
+        with (self.folder / f"seen-{self.loader.rank}").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return super().given(batch)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(
-    library: str,
-    rank: int,
-    world_size: int,
-    port: int,
-    store: str,
-    folder: str,
-    dies_at: int,
+    library: str, rank: int, world_size: int, port: int, folder: str, dies_at: int
 ) -> None:
-    """In a process of its own, which kills itself once `dies_at` steps are done; 0 = never."""
+    """Train in a process of its own, which kills itself once `dies_at` steps are done; 0 = never."""
     ranks = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_PORT": port,
     }
-    os.environ |= {
-        name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()
-    }
+    os.environ |= {name: str(value) for name, value in ranks.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    loop = getattr(Rank(rank, world_size, Path(folder), dies_at), library)
-    loop(raypipe.loader(spec_of(store)))
+    loader = raypipe.loader(spec_of(4))
+    trained = RankRun(loader, Path(folder), every=2, dies_at=dies_at or 1_000)
+    globals()[library](trained)
+    if rank == 0:
+        result = {"val_losses": trained.val_losses, "net": trained.net.state_dict()}
+        torch.save(result, Path(folder, "result.pt"))

@@ -4,290 +4,52 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cv2
-import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerated import forget_accelerate
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError
-from raypipe.integrations.lightning import StreamDataModule
 from raypipe.integrations.transformers import StreamTrainer
-from raypipe.stores.memory import MemoryStore
 from raypipe.streaming import handover, plain
-from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import counted_target
 from raypipe.streaming.shares import Share
 from raypipe.streaming.spec import StreamSpec
 
-EPOCHS = 2
-STEPS = 6  # of 8 samples, in an epoch
-NUM_VAL = 22
-
-
-def store_of(num: int, seed: int) -> MemoryStore:
-    rng = np.random.default_rng(seed)
-    images = rng.integers(0, 256, (num, 12, 12, 3), np.uint8)
-    encoded = [cv2.imencode(".png", image)[1].tobytes() for image in images]
-    return MemoryStore(encoded, rng.integers(0, 5, num))
-
-
-TRAIN = store_of(50, 1)
-VAL = store_of(NUM_VAL, 2)
-
-
-def spec_of(
-    per_step: int = 2, store: MemoryStore = TRAIN, size: int = 8, seed: int = 0
-) -> StreamSpec:
-    return raypipe.open_stream(
-        store,
-        VAL,
-        plan=PlanConfig(
-            epochs=EPOCHS,
-            micro_batch_size=size // per_step,
-            global_batch_size=size,
-            seed=seed,
-        ),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(engine="inline"),
-    )
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3 * 12 * 12, 5)
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.layer(pixel_values.flatten(1))
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
-class Run:
-    """A training with a checkpoint after each whole step.
-
-    Args:
-        loader: the stream's.
-        folder: of the checkpoints; it resumes from the newest.
-        dies_at: step after which it ends.
-        limit: steps of an epoch, after which a loop leaves it.
-        looks: how often it looks at the first batch before.
-        epochs: how many it wants.
-        flags: other arguments of Lightning's Trainer.
-
-    Attributes:
-        trained: the places and samples of each batch.
-        val_losses: one for each validation, as a usual module logs it.
-        net: the model.
-    """
-
-    def __init__(self, loader: Loader, folder: Path, **options: Any) -> None:
-        self.loader = loader
-        self.folder = folder
-        self.dies_at = options.get("dies_at", 1_000)
-        self.limit = options.get("limit", STEPS)
-        self.looks = options.get("looks", 0)
-        self.epochs = options.get("epochs", EPOCHS)
-        self.flags = options.get("flags", {})
-        self.trained = list[tuple[int, ...]]()
-        self.val_losses = list[float]()
-        self.net = Net()
-
-    def given(self, batch: Batch) -> dict[str, torch.Tensor]:
-        at = batch.position
-        if at.split == "train":
-            self.trained.append((at.epoch, at.step, at.micro, *batch.index.tolist()))
-        pixels = batch.image.float() / 255
-        return {"pixel_values": pixels, "labels": counted_target(batch)}
-
-    def look(self, train: Any) -> None:
-        for _ in range(self.looks):
-            next(iter(train))
-        self.trained.clear()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-
-class Died(Exception):  # noqa: N818
-    """The end of a run before its end."""
-
-
-def own(run: Run) -> None:
-    loader = run.loader
-    train, val = raypipe.plain_loaders(loader, run.given)
-    optimizer = run.optimizer
-    file = run.folder / "state.pt"
-    if file.exists():
-        state = torch.load(file, weights_only=True)
-        loader.load_state_dict(state["place"])
-        run.net.load_state_dict(state["net"])
-    run.look(train)
-    for _ in range(loader.cursor.epoch, run.epochs):
-        for number, batch in enumerate(train, 1):
-            (run.net(**batch)["loss"] / loader.accumulation_steps).backward()
-            if number % loader.accumulation_steps:
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-            state = {"place": loader.state_dict(), "net": run.net.state_dict()}
-            torch.save(state, file)
-            if loader.global_step == run.dies_at:
-                return
-            if loader.cursor.step == run.limit:
-                break
-        validate(run, val)
-
-
-def validate(run: Run, val: Any) -> None:
-    """As a loop with a mean of torchmetrics' does it: each batch's mean, by its number of rows."""
-    total = 0.0
-    with torch.no_grad():
-        for batch in val:
-            total += float(run.net(**batch)["loss"]) * len(batch["labels"])
-    run.val_losses.append(total / NUM_VAL)
-
-
-def accelerate(run: Run) -> None:
-    forget_accelerate()
-    loader = run.loader
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=loader.accumulation_steps
-    )
-    model, optimizer, train, val = accelerator.prepare(
-        run.net, run.optimizer, *raypipe.plain_loaders(loader, run.given)
-    )
-    accelerator.register_for_checkpointing(train)
-    if (run.folder / "state").exists():
-        accelerator.load_state(str(run.folder / "state"))
-    run.look(train)
-    for _ in range(loader.cursor.epoch, run.epochs):
-        for batch in train:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
-            if not accelerator.sync_gradients:
-                continue
-            accelerator.save_state(str(run.folder / "state"))
-            if loader.global_step == run.dies_at:
-                return
-            if loader.cursor.step == run.limit:
-                break
-        validate(run, val)
-
-
-def lightning(run: Run) -> None:
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = run.net
-
-        def training_step(self, batch: Any) -> torch.Tensor:
-            return self.net(**batch)["loss"]
-
-        def validation_step(self, batch: Any) -> None:
-            self.log("val_loss", self.net(**batch)["loss"])
-
-        def on_validation_epoch_end(self) -> None:
-            metrics: Any = self.trainer.callback_metrics
-            run.val_losses.append(float(metrics["val_loss"]))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return run.optimizer
-
-    class Saves(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(run.folder / "last.ckpt")
-            if trainer.global_step == run.dies_at:
-                raise Died
-
-    quietly: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    settings = StreamDataModule.settings(run.loader) | {"max_epochs": run.epochs}
-    settings |= run.flags
-    limit = run.limit * run.loader.accumulation_steps
-    trainer = pl.Trainer(
-        **settings,
-        **quietly,
-        accelerator="cpu",
-        limit_train_batches=limit,
-        callbacks=[Saves()],
-    )
-    data = StreamDataModule(run.loader, run.given)
-    run.look(data.train_dataloader())
-    saved = run.folder / "last.ckpt"
-    path = saved if saved.exists() else None
-    trainer.fit(Module(), datamodule=data, ckpt_path=path)
-
-
-def arguments_of(folder: Path, **more: Any) -> TrainingArguments:
-    usual: dict[str, Any] = {
-        "eval_strategy": "epoch",
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-    }
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, **usual | more)
-
-
-def transformers(run: Run) -> None:
-    class Ends(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_epoch_stop = state.global_step % STEPS == run.limit % STEPS
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == run.dies_at:
-                raise Died
-
-    usual = 3  # epochs, unless they are set
-    epochs = {} if run.epochs in (EPOCHS, usual) else {"num_train_epochs": run.epochs}
-    trainer = StreamTrainer(
-        run.net,
-        arguments_of(run.folder, **epochs),
-        loader=run.loader,
-        format=run.given,
-        callbacks=[Ends()],
-    )
-    run.look(trainer.get_train_dataloader())
-    trainer.train(get_last_checkpoint(str(run.folder)))
-    history = trainer.state.log_history
-    run.val_losses += [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-
+sys.path.append(str(Path(__file__).parent))
+from ranks import (
+    EPOCHS,
+    LOOPS,
+    NUM_VAL,
+    STEPS,
+    Died,
+    Net,
+    Run,
+    accelerate,
+    arguments_of,
+    forget_accelerate,
+    lightning,
+    own,
+    rank_of,
+    spec_of,
+    store_of,
+    transformers,
+)
 
 Loop = Callable[[Run], None]
-LOOPS = [own, lightning, accelerate, transformers]
 each_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
 def done(loop: Loop, spec: StreamSpec, folder: Path, **options: Any) -> Run:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     folder.mkdir(exist_ok=True)
-    run = Run(raypipe.loader(spec), folder, **options)
+    loader = options.pop("loader", None) or raypipe.loader(spec)
+    run = Run(loader, folder, **options)
     try:
         loop(run)
     except Died:
@@ -325,6 +87,33 @@ def test_a_checkpoint_resumes_only_the_plan_that_made_it(
         assert done(loop, spec_of(), tmp_path).trained == samples(spec_of())[4 * 2 :]
 
 
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize("loop", [own, lightning, accelerate])
+def test_a_checkpoint_resumes_in_step_on_another_number_of_ranks(
+    loop: Loop, saved: int, resumed: int, tmp_path: Path
+) -> None:
+    """After an odd number of steps, so that one count of batches is no multiple of the other's."""
+    spec = spec_of(4)
+    done(loop, spec, tmp_path, loader=rank_of(spec, 0, saved), dies_at=3)
+    after = done(loop, spec, tmp_path, loader=rank_of(spec, 0, resumed))
+    assert after.trained == [
+        row
+        for row in samples(spec)
+        if row[0] * STEPS + row[1] >= 3 and row[2] % resumed == 0
+    ]
+
+
+def test_accelerate_saves_no_state_inside_of_a_step(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    train, _ = accelerator.prepare(*raypipe.plain_loaders(raypipe.loader(spec_of(4))))
+    accelerator.register_for_checkpointing(train)
+    batches = iter(train)
+    assert len(list(itertools.islice(batches, 2))) == 2
+    inside = "inside an optimizer step, after 2 of this rank's 4 batches"
+    with pytest.raises(ConfigError, match=inside):
+        accelerator.save_state(str(tmp_path))
+
+
 @pytest.mark.parametrize("per_step", [1, 2, 4])
 @each_loop
 def test_the_validations_loss_is_that_of_a_data_loader(
@@ -344,8 +133,7 @@ def test_the_validations_loss_is_that_of_a_data_loader(
     assert run.val_losses[-1] == pytest.approx(total / NUM_VAL, rel=1e-5)
 
 
-@pytest.mark.parametrize("looks", [1, 3])
-@pytest.mark.parametrize("per_step", [1, 2])
+@pytest.mark.parametrize(("looks", "per_step"), [(1, 1), (3, 2)])
 @each_loop
 def test_a_look_at_the_first_batch_costs_no_sample(
     loop: Loop, per_step: int, looks: int, tmp_path: Path

@@ -11,12 +11,8 @@ import pytest
 from signalled import started
 
 from raypipe.config import (
-    PlanConfig,
-    PoolConfig,
     RunConfig,
     StoreConfig,
-    TrainConfig,
-    TransformConfig,
 )
 from raypipe.errors import OutageError
 from raypipe.launch import run as launch_run
@@ -216,41 +212,3 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
         and run.returncode == 130
     )
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
-
-
-@pytest.mark.soak  # tests/train/test_loop.py has the first; both are one handler's, as the first test here shows
-@pytest.mark.cluster
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_trainers_ends_the_run_without_them(
-    signum: int, ray_cluster: None, tmp_path: Path, stores: dict[str, Path]
-) -> None:
-    run = RunConfig(
-        store=StoreConfig(str(stores["train"])),
-        plan=PlanConfig(micro_batch_size=10),
-        transform=TransformConfig(size=12),
-        pool=PoolConfig(engine="inline"),
-        train=TrainConfig(model="small", use_gpu=False),
-        storage_path=str(tmp_path),
-        name="early",
-    )
-
-    def interrupt() -> None:
-        while not (tmp_path / "early" / "config.yaml").exists():
-            time.sleep(0.001)
-        send(signum)
-
-    waiting = threading.Thread(target=interrupt)
-    waiting.start()
-    try:
-        result = launch(run)
-    except KeyboardInterrupt:
-        pass
-    else:  # it was too late for that, and the trainers were asked
-        assert result["stopped"] and result["steps"] <= 1
-    waiting.join()
-    assert (
-        "".join(
-            file.read_text() for file in tmp_path.glob("early/metrics.jsonl")
-        ).count('"train"')
-        <= 1
-    )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +23,13 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError, RaypipeError
-from raypipe.launch.interrupts import Stopped
-from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run import _as_run_error, _how_to_continue, _withdraw_stop, launch
 from raypipe.launch.run_checks import check_model, num_classes_of
 from raypipe.launch.run_folder import as_plain, store_config
 from raypipe.launch.summary import changes, summarize
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import Allocation
-from raypipe.stores import open_store
-from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.saving.checkpoints import write_checkpoint
@@ -41,8 +37,13 @@ from raypipe.streaming.saving.stateful import saved, states_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import Learner
 
+STEPS = [
+    {"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}},
+    {"HorizontalFlip": None},
+]
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
+    transform=TransformConfig(train=STEPS, val=STEPS[:1]),
     plan=PlanConfig(epochs=1, micro_batch_size=2),
     augment=AugmentConfig(mean=(0.1, 0.2, 0.3)),
     name="mine",
@@ -126,6 +127,8 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(
     assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(
         RUN, resume=str(folder)
     )
+    again = parse_run([f"--resume={folder}", "--transform.train=heavy"], None)
+    assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
 
 
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
@@ -135,28 +138,6 @@ def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     assert (
         "set plan.global_batch_size to 16 or" in shown
         and "train.num_workers=1 if this is intended" in shown
-    )
-
-
-def test_the_lists_of_bad_samples_are_settings_of_the_stores(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    for name in ("train", "val"):
-        write_bad_list(
-            tmp_path / f"{name}.json",
-            open_store(stores[name]),
-            [{"index": 3, "error": "damaged"}],
-        )
-    settings = StoreConfig(
-        train=str(stores["train"]),
-        val=str(stores["val"]),
-        exclude={name: str(tmp_path / f"{name}.json") for name in ("train", "val")},
-    )
-    run = dataclasses.replace(RUN, store=settings)
-    found = spec_of(run, (tmp_path / "run").as_uri())
-    assert (found.plan.num_train, found.plan.num_val) == (99, 21)
-    assert "(99 train, 21 val; 2 excluded)" in summarize(
-        run, found, Allocation(1, False, 1.0, 1), "file:///run"
     )
 
 
@@ -182,11 +163,6 @@ def test_a_store_without_class_names_asks_for_the_setting() -> None:
         ConfigError, match=r"does not name its classes: set num_classes"
     ):
         num_classes_of(RUN, spec(store(None)))
-
-
-def test_the_classes_of_both_stores_are_counted_once() -> None:
-    assert num_classes_of(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
-    assert num_classes_of(RUN, spec(store(("a", "b")), store(None))) == 2
 
 
 # What is refused, and what is left
@@ -231,7 +207,12 @@ def test_a_refusal_of_a_resume_leaves_every_file_as_it_was(
     store = StoreConfig(str(stores["train"]), str(stores["val"]))
     small = TrainConfig(model={"name": "small", "num_classes": 5})
     run = dataclasses.replace(
-        RUN, store=store, train=small, storage_path=str(tmp_path), resume=""
+        RUN,
+        store=store,
+        train=small,
+        storage_path=str(tmp_path),
+        resume="",
+        transform=TransformConfig(),
     )
     uri = (tmp_path / "mine").as_uri()
     store_config(run, uri)
@@ -272,6 +253,19 @@ def test_a_request_that_cannot_be_removed_hides_neither_result_nor_error(
     )
 
 
+def test_a_stopped_run_is_told_how_to_continue(tmp_path: Path) -> None:
+    uri = tmp_path.as_uri()
+    command = f"Continue with: raypipe train --resume {tmp_path}"
+    told = _how_to_continue(RunConfig(), uri)
+    assert told == f"stopped before the first checkpoint. {command}"
+    name = write_checkpoint(uri, Cursor(0, 1, "f" * 16), b"x", {})
+    assert _how_to_continue(RunConfig(), uri) == f"stopped with {name}. {command}"
+    told = _how_to_continue(
+        dataclasses.replace(RunConfig(), train=TrainConfig(model="mine:net")), uri
+    )
+    assert told.endswith(" --trust-run-code")
+
+
 def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(
     tmp_path: Path,
 ) -> None:
@@ -302,91 +296,6 @@ def test_a_resume_with_other_settings_names_them_with_both_values(
     assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.0)"
     (tmp_path / "config.yaml").write_text("{")
     assert changes(RUN, uri) == ""
-
-
-# Steps of a transform
-
-STEPS = [
-    {"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}},
-    {"HorizontalFlip": None},
-]
-
-
-def test_steps_come_back_from_the_stored_configuration_as_they_were(
-    tmp_path: Path,
-) -> None:
-    run = dataclasses.replace(
-        RUN, transform=TransformConfig(train=STEPS, val=STEPS[:1])
-    )
-    store_config(run, (tmp_path / "mine").as_uri())
-    again = parse_run([f"--resume={tmp_path / 'mine'}"], None)
-    assert again.transform == run.transform
-    again = parse_run(
-        [f"--resume={tmp_path / 'mine'}", "--transform.train=heavy"], None
-    )
-    assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
-
-
-@pytest.mark.parametrize(
-    ("transform", "message"),
-    [
-        (
-            [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}],
-            "step 1, OneOf step 1: .* did you mean Horizontal",
-        ),
-        ("lihgt", "no transform preset 'lihgt'; did you mean light"),
-    ],
-)
-def test_a_transform_that_cannot_be_is_told_before_ray_starts(
-    stores: dict[str, Path], tmp_path: Path, transform: Any, message: str
-) -> None:
-    for split in ("train", "val"):
-        run = dataclasses.replace(
-            RunConfig(storage_path=str(tmp_path)),
-            store=StoreConfig(str(stores["train"]), str(stores["val"])),
-            transform=TransformConfig(**{split: transform}),
-        )
-        with pytest.raises(ConfigError, match=message):
-            launch(run)
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    run = dataclasses.replace(
-        RunConfig(storage_path=str(tmp_path)),
-        store=StoreConfig(str(stores["train"])),
-        augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
-    )
-    with pytest.raises(ConfigError, match="'RandomErasinggg' is not a 2D operation"):
-        launch(run)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
-    stores: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stalls(*args: Any, **options: Any) -> str:
-        time.sleep(0.5)
-        return write_checkpoint(*args, **options)
-
-    monkeypatch.setattr(
-        "raypipe.streaming.saving.run_checkpoints.write_checkpoint", stalls
-    )
-    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
-    without_ray.train(
-        small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
-    )
-    said = capsys.readouterr().out
-    assert (
-        "Checkpoints hold up the run for" in said
-        and "% checkpoint" in said
-        and "The model limits" not in said
-    )
 
 
 @pytest.mark.parametrize(
@@ -429,6 +338,37 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
             "the node of trainers 0 is about to go (abcdefgh): making a checkpoint",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (
+            "transform",
+            {"train": [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}]},
+            "step 1, OneOf step 1: .* did you mean Horizontal",
+        ),
+        ("transform", {"val": "lihgt"}, "no transform preset 'lihgt'; did you mean"),
+        (
+            "augment",
+            {"ops": [{"op": "RandomErasinggg"}]},
+            "'RandomErasinggg' is not a 2D operation",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_told_before_ray_starts(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    section: str,
+    values: dict[str, Any],
+    message: str,
+) -> None:
+    store = StoreConfig(str(stores["train"]), str(stores["val"]))
+    run = RunConfig(store=store, storage_path=str(tmp_path))
+    changed = dataclasses.replace(getattr(run, section), **values)
+    with pytest.raises(ConfigError, match=message):
+        launch(dataclasses.replace(run, **{section: changed}))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_ended_run_says_so_and_has_its_result_without_ray(
@@ -489,25 +429,6 @@ def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
     assert f"starting from {old}/{name}" in capsys.readouterr().out
     with pytest.raises(CursorError, match="made under plan"):
         launch(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
-
-
-def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(**_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("raypipe.launch.run.connect", interrupted)
-    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
-    run = dataclasses.replace(run, name="mine", resume="auto")
-    with pytest.raises(KeyboardInterrupt) as caught:
-        launch(run)
-    assert not isinstance(caught.value, Stopped)
-    (tmp_path / "mine").mkdir()
-    spec = spec_of(dataclasses.replace(run, resume=""), (tmp_path / "mine").as_uri())
-    write_checkpoint((tmp_path / "mine").as_uri(), spec.plan.cursor_at(1), b"x", {})
-    with pytest.raises(Stopped):
-        launch(run)
 
 
 def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:

@@ -7,9 +7,8 @@ import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.metrics.records import SAMPLES, RecordWriter, read_records
-from raypipe.plan.places import MicroBatchId
-from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.metrics.records import RecordWriter, read_records
+from raypipe.storage.filesystem import open_filesystem
 
 
 def steps(run: Path | str, kind: str = "train") -> list[int]:
@@ -39,13 +38,6 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_records_are_readable_before_the_run_ends(tmp_path: Path) -> None:
-    log = RecordWriter(tmp_path.as_uri(), 0)
-    log.write("train", 1, loss=1.0)
-    assert steps(tmp_path) == [1]
-    log.close()
-
-
 def test_a_resume_records_each_step_once_and_loses_no_line(tmp_path: Path) -> None:
     written(tmp_path, range(1, 7))
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -54,42 +46,6 @@ def test_a_resume_records_each_step_once_and_loses_no_line(tmp_path: Path) -> No
     written(tmp_path, range(0), at=0)  # a resume that found no checkpoint
     assert steps(tmp_path) == [] and steps(tmp_path, "start") == [0, 3, 0]
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
-
-
-def test_a_cut_or_foreign_line_does_not_stop_a_resume(tmp_path: Path) -> None:
-    written(tmp_path, range(1, 4))
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'null\n\xff\n{"kind": "train", "st')
-    written(tmp_path, range(4, 6), at=9)
-    found = read_records(tmp_path.as_uri())
-    assert [record["step"] for record in found if record["kind"] == "train"] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-
-
-def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
-    def log_samples(log: RecordWriter, step: int) -> None:
-        log.write_samples(
-            [
-                (MicroBatchId("train", 0, step - 1, micro), [step, micro])
-                for micro in (0, 1)
-            ],
-            step,
-        )
-
-    for start, end in ((0, 4), (2, 5)):
-        log = RecordWriter(tmp_path.as_uri(), start)
-        for step in range(start + 1, end):
-            log_samples(log, step)
-        log.close()
-    found = read_records(tmp_path.as_uri(), SAMPLES)
-    assert [r["indices"] for r in found if "indices" in r] == [
-        [s, m] for s in range(1, 5) for m in (0, 1)
-    ]
 
 
 def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
@@ -146,11 +102,3 @@ def test_records_are_kept_here_if_their_bucket_is_gone(
     (warning,) = caplog.messages
     folder = Path(warning.split("which is left in ")[1].split(",")[0])
     assert steps(folder) == [1]
-
-
-def test_a_run_folder_with_a_space_is_read_back(tmp_path: Path) -> None:
-    run = tmp_path / "my runs"
-    log = RecordWriter(as_uri(str(run)), 0)
-    log.write("train", 1, loss=1.0)
-    log.close()
-    assert steps(run) == [1]

@@ -13,7 +13,6 @@ from raypipe.metrics.timing import (
     StageClock,
     StageTimes,
     diagnose,
-    has_drained,
     mark,
 )
 
@@ -29,6 +28,7 @@ def text(times: StageTimes, world_size: int = 1, actors: int = 4, **more: Any) -
 def test_a_run_that_has_just_begun_gets_no_advice() -> None:
     # as the first run of the digits
     starving = StageTimes(images=1000, wait_s=8.0, compute_s=11.0, work_s=9.0)
+    assert diagnose(StageTimes(), Situation(1, 1)) == ["Nothing was measured yet."]
     for world_size, images_per_s in ((1, 53), (2, 105)):
         found = " ".join(diagnose(starving, Situation(world_size, 4)))
         assert found == (
@@ -91,16 +91,11 @@ def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> Non
     )
     found = text(times, actors=8)
     assert "100 images/s" in found and "The model limits the run" in found
+    less = StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0)
+    assert "The model limits the run" in text(less)
+    more = StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0)
+    assert "limits the run, 11%" in text(more)
     assert "2 CPU actors would be enough" in found and "the pool may shrink" in found
-
-
-def test_a_run_that_hardly_waits_gets_no_advice() -> None:
-    assert "The model limits the run" in text(
-        StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0)
-    )
-    assert "limits the run, 11%" in text(
-        StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0)
-    )
 
 
 def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
@@ -112,12 +107,8 @@ def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
         in found
     )
     assert "pool.max_actors" in found and "7 CPU actors would be enough" in found
-
-
-def test_actors_are_counted_for_all_ranks() -> None:
-    times = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=60.0)
-    found = text(times, world_size=2, device="cuda")
-    assert "14 CPU actors would be enough, 6.9 per GPU" in found
+    of_ranks = text(times, world_size=2, device="cuda")
+    assert "14 CPU actors would be enough, 6.9 per GPU" in of_ranks
 
 
 def test_each_limit_has_advice_of_its_own() -> None:
@@ -249,18 +240,6 @@ def test_an_idle_gpu_that_is_fed_is_told_apart_from_a_slow_model() -> None:
     assert "Neither" not in text(saving, device="cuda", gpu_utilization=0.5)
 
 
-@pytest.mark.parametrize("query", [True, False])
-def test_whether_the_device_has_drained_is_asked_for_and_not_waited_for(
-    query: bool,
-) -> None:
-    class Event:  # of torch.cuda, as far as it may be used: to wait for it is an AttributeError
-        def query(self) -> bool:
-            return query
-
-    assert has_drained(Event()) is query
-    assert not has_drained(mark(CPU))
-
-
 def test_a_starving_run_without_actors_is_told_to_have_some() -> None:
     found = text(
         StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=5.0), actors=0
@@ -270,10 +249,6 @@ def test_a_starving_run_without_actors_is_told_to_have_some() -> None:
         and "pool.engine=ray" in found
     )
     assert "1 CPU actor would be enough, for this trainer; there are none" in found
-
-
-def test_nothing_measured_says_so() -> None:
-    assert diagnose(StageTimes(), Situation(1, 1)) == ["Nothing was measured yet."]
 
 
 # 15 s, of which 5 wait; the actors could make it in time.

@@ -81,8 +81,6 @@ class HeadStart:
         marks: Marks | None = None,
         is_apart: bool = False,
     ) -> None:
-        # Until n is known, rank 0 makes those that it can read here, and other ranks one.
-        self._num_free = 1 if rank else None
         if world_size == 1:
             rank, world_size = spec.share
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
@@ -276,10 +274,8 @@ class HeadStart:
         metrics = Recorder(spec.run)
         while self._may_begin():
             place = next(self._places)
-            self._mark(True)
             with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
-            self._mark(False)
             maker.settle([batch], bad)
             amounts = {
                 "bad_samples_total": len(bad),
@@ -299,10 +295,6 @@ class HeadStart:
         is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
         return is_dataset and not self._is_apart
 
-    def _mark(self, makes: bool) -> None:
-        if self._marks:
-            self._marks.making(makes)
-
     def _may_begin(self) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""
         with self._changed:
@@ -321,8 +313,7 @@ class HeadStart:
         """Return whether enough waits for the loop, or for n."""
         if self._num is None:
             upcoming = self._num_begun + 1
-            most = self._num_free or self._num_at_hand(upcoming)
-            if most < upcoming:
+            if self._num_at_hand(upcoming) < upcoming:
                 return True
         if self._draws_globally and not self._is_awaited:
             return True

@@ -93,22 +93,3 @@ def test_each_batch_has_the_strength_of_the_training_before_it(
                     split,
                     before,
                 )
-
-
-def test_what_a_rank_exports_and_logs_follows_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for size in SIZES:
-        loader = loader_of(size, (0.5, 1.0, 0.5))
-        seen = list[float]()
-        monkeypatch.setattr(loader.metrics.prometheus, "is_due", lambda: True)
-        monkeypatch.setattr(
-            loader.metrics.prometheus,
-            "record",
-            lambda *_, seen=seen, **now: seen.append(now["trainer_step"]),
-        )
-        for _ in every_batch(loader):
-            pass
-        assert seen == sorted(seen) and seen[-1] == loader.global_step == size[2] * (
-            size[0] // (2 * size[3])
-        )

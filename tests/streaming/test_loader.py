@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,15 +17,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import ray
-import torch
 from patience import PATIENCE_S
 from ray.train import ScalingConfig
 from without_ray import every_batch
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment, Normalize, scaled
-from raypipe.device.modules import PLAIN
-from raypipe.device.prefetcher import Batch
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
@@ -43,18 +38,9 @@ from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.start import room
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
-
-CPU = torch.device("cpu")
-AUGMENT = AugmentConfig(
-    preset="strong",
-    mixup_alpha=(0.4, 0.45),
-    cutmix_alpha=(1.0, 0.45),
-    strength=(0.5, 1, 0.25),
-)
 
 
 class InProcess:
@@ -77,19 +63,6 @@ class InProcess:
                 yield block_row(batches, arrays)
 
 
-def loader_of(source: InProcess, **options: Any) -> Loader:
-    spec, rows = source.spec, cast(Any, source)
-    return Loader(
-        spec,
-        lambda _: host_batches(rows),
-        source.rank,
-        source.world_size,
-        CPU,
-        cursor=spec.plan.start(),
-        **options,
-    )
-
-
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
@@ -99,167 +72,6 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
         plan=plan,
         transform=TransformConfig(train="small", val="resize", size=12),
     )
-
-
-def delivered(
-    spec: StreamSpec, augment: AugmentConfig | None, world_size: int = 1, **options: Any
-) -> dict[str, Batch]:
-    """Batches by their place, of all ranks."""
-    found = {}
-    for rank in range(world_size):
-        one = loader_of(InProcess(spec, rank, world_size), augment=augment, **options)
-        found |= {str(batch.position): batch for batch in every_batch(one)}
-    return found
-
-
-def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> None:
-    plain = delivered(spec, None)
-    one, two = delivered(spec, AUGMENT), delivered(spec, AUGMENT, world_size=2)
-    assert set(one) == set(two) == set(plain)
-    train = [place for place in plain if plain[place].position.split == "train"]
-    num_mixed = 0
-    for place in train:
-        at, raw = plain[place].position, plain[place]
-        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (
-            2 * spec.plan.steps_per_epoch
-        )
-        expected, mixed = DeviceAugment(AUGMENT, CPU)(
-            raw.image,
-            raw.target,
-            raw.index >= 0,
-            seed=spec.plan.micro_batch_seed(at),
-            strength=AUGMENT.strength_at(progress),
-        )
-        for found in (one[place], two[place]):
-            assert torch.equal(found.image, expected)
-            assert (found.mix is None) == (mixed is None)
-            if mixed is not None and found.mix is not None:
-                assert found.mix.lam == mixed.lam and torch.equal(
-                    found.mix.target, mixed.target
-                )
-        num_mixed += mixed is not None
-    assert 0 < num_mixed < len(train)
-
-
-def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(
-    spec: StreamSpec,
-) -> None:
-    import kornia.augmentation as K  # noqa: N812
-    from torch import nn
-
-    def module() -> nn.Module:
-        return nn.Sequential(
-            K.RandomHorizontalFlip(),
-            K.RandomAffine(15.0, p=0.7),
-            K.RandomErasing(p=0.5),
-        )
-
-    plain = delivered(spec, None)
-    one, two = (
-        delivered(spec, replace(PLAIN, module=module()), world_size=ranks)
-        for ranks in (1, 2)
-    )
-    by_hand = module()
-    for place, raw in plain.items():
-        expected = scaled(raw.image)
-        if raw.position.split == "train":
-            torch.manual_seed(raw.seed)
-            expected = by_hand(expected)
-        assert torch.equal(one[place].image, expected) and torch.equal(
-            two[place].image, expected
-        )
-    inline = dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
-    epoch = next(loader(inline, augment=module()).epochs())
-    batch = next(epoch.train)
-    assert torch.equal(batch.image, one[str(batch.position)].image)
-    with pytest.raises(
-        ConfigError,
-        match=r"raypipe\.loader: augment must be an AugmentConfig, a module",
-    ):
-        loader(inline, augment="light")  # type: ignore[arg-type]
-
-
-def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(
-    stores: dict[str, Path],
-) -> None:
-    import kornia.augmentation as K  # noqa: N812
-    from torch import nn
-    from torchvision.transforms import v2
-
-    floats = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([0.5] * 3, [0.25] * 3),
-    ]
-    pipeline = v2.Compose([v2.CenterCrop(32), *floats])
-    spec = open_stream(
-        stores["train"],
-        plan=PlanConfig(epochs=1, micro_batch_size=4),
-        train_transform=pipeline,
-        val_transform=pipeline,
-        pool=PoolConfig(engine="inline"),
-    )
-    plain = [batch.image for epoch in loader(spec).epochs() for batch in epoch.train]
-    inverted = nn.Sequential(K.RandomInvert(p=1.0))
-    found = [
-        batch.image
-        for epoch in loader(spec, augment=inverted).epochs()
-        for batch in epoch.train
-    ]
-    for one, other in zip(plain, found, strict=True):
-        torch.testing.assert_close(other, 0 - one, rtol=1e-4, atol=1e-4)  # of [-2, 2]
-    with pytest.raises(
-        ConfigError, match=r"leave one of the two out|images are normalized once"
-    ):
-        loader(
-            spec,
-            augment=nn.Sequential(
-                K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)
-            ),
-        )
-
-
-def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
-    plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
-    places = [place for place in plain if plain[place].position.split == "val"]
-    assert places
-    for place in places:
-        assert torch.equal(
-            augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image)
-        )
-        assert augmented[place].mix is None
-
-
-def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
-    assert all(
-        batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values()
-    )
-
-
-def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
-    batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
-    assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
-    assert all(
-        batch.image.is_contiguous(memory_format=torch.channels_last)
-        for batch in batches
-    )
-
-
-def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
-    one = loader_of(InProcess(spec, 0, 1), augment=AUGMENT)
-    for _ in every_batch(one):
-        pass
-    train, val = one.times("train"), one.times("val")
-    assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
-    for times in (train, val):
-        seconds = dataclasses.asdict(times)
-        assert all(
-            seconds[name] > 0
-            for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s")
-        )
-        # The rows were made while the loader waited, the very first one apart.
-        assert times.read_s < times.work_s
-    assert one.first_batch_s > 0
 
 
 # Epochs, steps, and where a run stands
@@ -393,16 +205,6 @@ def test_a_loader_does_not_begin_anew_in_silence(
     one = ranked(inline, 0, 1)
     with pytest.raises(CursorError, match=r"with loader\.report or loader\.save"):
         next(every_batch(one))
-
-
-def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
-    one = loader(inline)
-    start = one.state_dict()
-    first = [(batch.position, batch.index.tolist()) for batch in every_batch(one)]
-    one.load_state_dict(start)
-    assert [
-        (batch.position, batch.index.tolist()) for batch in every_batch(one)
-    ] == first
 
 
 @pytest.mark.parametrize(
@@ -653,44 +455,6 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     )
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()
-
-
-def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    while end_oldest():
-        pass
-    first, second, free = opened(inline, Remote()), opened(inline, Remote()), [1.0]
-
-    def cluster() -> Resources:
-        asked = [one[0]._stream.supervisor.asked for one in (first, second)]
-        return Resources(
-            cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
-        )
-
-    def awaited_cpus(supervisors: list[Remote]) -> float:
-        # a pool's wish, and what it has given away
-        return sum(awaited[0] - sum(supervisor.asked) for supervisor in supervisors)
-
-    awaited = [0.0]
-    monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", lambda _: 0.0)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    pool = PoolConfig(min_actors=2)
-    give_back = room.ask_for_room(pool)
-    assert (
-        first[0]._stream.supervisor.asked == second[0]._stream.supervisor.asked == [2.0]
-    )
-    give_back()
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
-    free[0] = 2.0
-    room.ask_for_room(pool)()  # there is room
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
-    # there is room, and actors of both pools are to take it
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", awaited_cpus)
-    awaited[0] = 1.5
-    room.ask_for_room(pool)()
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0, 2.0, -2.0]
 
 
 @pytest.mark.parametrize(

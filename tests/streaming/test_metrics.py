@@ -99,15 +99,6 @@ def test_the_wait_for_a_checkpoint_is_over_if_it_cannot_be_saved(
     assert notes.events == ["saving", "saved", "saving", "failed"]
 
 
-def test_batches_know_whether_they_end_their_split(loader: Loader) -> None:
-    ends = [
-        (batch.position.split, batch.position.step, batch.position.micro)
-        for batch in every_batch(loader)
-        if batch.ends_split
-    ]
-    assert ends == [("train", 1, 1), ("val", 1, 1)] * 2
-
-
 def test_a_checkpoint_is_due_by_age_and_at_a_request_to_stop(loader: Loader) -> None:
     train = next(loader.epochs()).train
     list(islice(train, 2))

@@ -110,30 +110,6 @@ def test_what_a_loop_skips_is_no_throughput(spec: StreamSpec, tmp_path: Path) ->
     assert kinds(tmp_path / "mine") == ["start", "diagnosis", "diagnosis"]
 
 
-def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
-    spec: StreamSpec,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(run_log, "_FIRST_TOLD_S", 0.01)
-    said = []
-
-    def slow() -> Iterator[MicroBatch]:
-        while len(said) < 2:  # lines before there is a batch
-            time.sleep(0.01)
-            said.extend(capsys.readouterr().out.splitlines())
-        yield from inline_batches(spec, spec.plan.start(), 0, 1)
-
-    loader = Loader(spec, lambda _: slow(), cursor=spec.plan.start())
-    next(next(loader.epochs()).train)
-    assert all(
-        re.match(
-            "waiting for the first batch for [0-9]+ s: this process makes it", line
-        )
-        for line in said
-    )
-
-
 def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     spec: StreamSpec,
     monkeypatch: pytest.MonkeyPatch,

@@ -17,7 +17,6 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.tracer import begin_recording, end_recording
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.record.rank_trace import RankTrace
 from raypipe.streaming.spec import StreamSpec
 
 
@@ -52,21 +51,6 @@ def test_a_stream_in_one_process_has_a_trace(tmp_path: Path) -> None:
     assert len(found) == 16
     assert {way[-1] for way in found.values()} == {"compute"}
     assert any(event["name"] == "memory MB" for event in events)
-
-
-def test_the_ring_is_drawn_between_making_and_computing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_DEBUG", "1")
-    file = tmp_path / "trace.json"
-    with raypipe.loader(spec_of(), trace=file) as loader:
-        assert sum(1 for _ in every_batch(loader)) == 16
-    events = checked_file(file)
-    assert len(slices(events, "ring")) == len(slices(events, "copy")) == 16
-    *found, last = ways(events).values()
-    # the compute of the last one ends with the stream
-    assert last[1:] == ["ring"]
-    assert all(way[-2:] == ["ring", "compute"] and len(way) == 3 for way in found)
 
 
 def test_after_its_time_a_trace_is_written_and_the_stream_goes_on(
@@ -116,31 +100,3 @@ def test_a_full_disk_does_not_end_the_stream(tmp_path: Path, caplog: Any) -> Non
         file.parent.rmdir()
         assert sum(1 for _ in batches) == 15
     assert "the trace cannot be written" in caplog.text
-
-
-class _Event:
-    """An event of a device that has passed it after some looks."""
-
-    def __init__(self, at_ms: float, looks: int = 0) -> None:
-        self.at_ms = at_ms
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def elapsed_time(self, other: _Event) -> float:
-        return other.at_ms - self.at_ms
-
-
-def test_the_devices_stages_are_drawn_when_it_has_passed_them(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    trace = RankTrace(str(file), 60.0, 0, torch.device("cpu"), "run")
-    trace._base = _Event(100.0), 1_000_000.0
-    trace.on_stage("transfer", _Event(110.0), _Event(112.0), None)
-    trace.on_stage("compute", _Event(115.0), _Event(120.0, looks=2), None)
-    trace.closed()
-    events = checked_file(file)
-    (copy,) = slices(events, "copy")
-    assert copy["dur"] == 2000.0
-    assert copy["tid"] == "GPU copies"

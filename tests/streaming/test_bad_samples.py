@@ -71,18 +71,6 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
     }
 
 
-def test_a_place_that_cannot_be_used_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
-        record_bad(folder, place(0), [bad_in(0)])
-    assert len(warnings(caplog)) == 2
-    (tmp_path / "file").unlink()
-    record_bad(f"{tmp_path.as_uri()}/file/quarantine", place(1), [bad_in(1)])
-    assert not (tmp_path / "file").exists() and "bad sample: " in caplog.messages[-1]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Class folders of 16 images, of which one is damaged and has a name that would write into a terminal."""

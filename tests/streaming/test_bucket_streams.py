@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from without_ray import digests, host_batches
@@ -107,22 +105,3 @@ def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> Non
         )
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets"):
         spec_of(plan={"buckets": BOTH})
-
-
-def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bucket_transforms.py").write_text(
-        "import cv2\n"
-        "def sides(size):\n    return (size, size) if isinstance(size, int) else size\n"
-        "def follows(size):\n    return lambda image: cv2.resize(image, sides(size)[::-1])\n"
-        "def stays(size):\n    return lambda image: cv2.resize(image, (14, 14))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    follows = spec_of(train="bucket_transforms:follows")
-    assert shapes(list(host_batches(follows))) == SIDES
-    stays = spec_of(train="bucket_transforms:stays")
-    with pytest.raises(
-        ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"
-    ):
-        list(host_batches(stays))

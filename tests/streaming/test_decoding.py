@@ -152,25 +152,6 @@ def test_the_stages_of_time_have_the_decoding(store: Path) -> None:
     assert loader.times().decode_s > 0 and loader.times("val").decode_s > 0
 
 
-def test_augmentation_sizes_and_buckets_go_on_top(store: Path) -> None:
-    augment = raypipe.AugmentConfig(preset="standard", mixup_alpha=0.2)
-    assert {
-        batch.image.dtype for batch in batches(open_spec(store), augment=augment)
-    } == {torch.float32}
-    grows = open_spec(store, plan={"epochs": 2}, transform={"size": {0: 16, 1: 24}})
-    sizes = [
-        batch.image.shape[-1]
-        for batch in batches(grows)
-        if batch.position.split == "train"
-    ]
-    assert sizes == [16] * 8 + [24] * 8
-    buckets = open_spec(store, plan={"buckets": ["16x24", "24x16"]})
-    assert {tuple(batch.image.shape[-2:]) for batch in batches(buckets)} == {
-        (16, 24),
-        (24, 24),
-    }
-
-
 def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:
     spec = open_spec(store)
     rows, names = Preview(StepMaker(spec, raypipe.AugmentConfig())).tiles([3, 7], [0])

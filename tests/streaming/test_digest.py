@@ -167,16 +167,9 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
         "raypipe.rayext.cluster.connect",
         lambda *_, **__: pytest.fail("a cluster was asked for"),
     )
-    options = [
-        "--plan.epochs",
-        2,
-        "--plan.micro_batch_size",
-        10,
-        "--plan.global_batch_size",
-        20,
-    ]
-    options += ["--transform.size", 16, "--from-step", 3]
-    cli_main("digest", stores["train"], *options, "--pool.engine", "inline")
+    options = "--plan.epochs 2 --plan.micro_batch_size 10 --plan.global_batch_size 20 "
+    options += "--transform.size 16 --from-step 3 --pool.engine inline"
+    cli_main("digest", stores["train"], *options.split())
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20)
     spec = open_stream(stores["train"], plan=plan, transform=TransformConfig(size=16))
@@ -220,24 +213,14 @@ class TestRanges:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         def run(*args: object, code: int = 0) -> dict[str, Any]:
-            options = [
-                "--plan.epochs",
-                2,
-                "--plan.micro_batch_size",
-                10,
-                "--plan.global_batch_size",
-                20,
-                "--transform.size",
-                16,
-                "--pool.max_actors",
-                1,
-            ]
+            options = "--plan.epochs 2 --plan.micro_batch_size 10 --transform.size 16 "
+            options += "--plan.global_batch_size 20 --pool.max_actors 1"
             with (
                 pytest.raises(SystemExit)
                 if code
                 else contextlib.nullcontext() as caught
             ):
-                cli_main("digest", stores["train"], *options, *args)
+                cli_main("digest", stores["train"], *options.split(), *args)
             assert caught is None or caught.value.code == code
             return json.loads(capsys.readouterr().out.splitlines()[-1])
 

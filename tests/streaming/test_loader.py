@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import ray
 from patience import PATIENCE_S
 from ray.train import ScalingConfig
+from small_streams import spec_of
 from without_ray import every_batch
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -66,26 +65,16 @@ class InProcess:
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=plan,
-        transform=TransformConfig(train="small", val="resize", size=12),
-    )
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 # Epochs, steps, and where a run stands
 
 
-@pytest.fixture(scope="module")
-def inline(spec: StreamSpec) -> StreamSpec:
-    return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
-
-
 def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one, places, cursors = loader(inline), [], []
+    one, places, cursors = loader(spec), [], []
     for epoch in one.epochs():
         assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
         for batch in chain(epoch.train, epoch.val):
@@ -95,7 +84,7 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
                 and batch.position.epoch == epoch.number
             )
             cursors.append((one.cursor.epoch, one.cursor.step))
-    assert places == list(inline.plan.micro_batches(inline.plan.start()))
+    assert places == list(spec.plan.micro_batches(spec.plan.start()))
     # A step counts once its last micro-batch is handed out, a validation likewise.
     first = [(0, step) for step in range(4) for _ in range(4)]
     expected = [*first[1:], (0, 4), *[(0, 4)] * 3, (1, 0)]
@@ -103,9 +92,9 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
 
 
 def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one, seen = loader(inline), []
+    one, seen = loader(spec), []
     epochs: list[Epoch] = []
     for epoch in one.epochs():
         if epochs:
@@ -123,9 +112,9 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
     assert one.state_dict() == {
         "epoch": 2,
         "step": 0,
-        "fingerprint": inline.plan.fingerprint,
+        "fingerprint": spec.plan.fingerprint,
     }
-    assert [*every_batch(loader(inline, cursor=one.cursor))] == []
+    assert [*every_batch(loader(spec, cursor=one.cursor))] == []
 
 
 # of a module: threads have their own copies of what a transform itself holds
@@ -135,7 +124,7 @@ CALLS_LEFT = [0]
 @pytest.mark.parametrize("max_actors", [0, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_after_an_error_a_stream_names_it_and_can_go_on(
-    inline: StreamSpec, error: type[BaseException], max_actors: int
+    spec: StreamSpec, error: type[BaseException], max_actors: int
 ) -> None:
     CALLS_LEFT[0] = 5 * 6 + 1
 
@@ -147,7 +136,7 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
 
     transforms: Any = {"train": fails_once, "val": fails_once}
     spec = dataclasses.replace(
-        inline,
+        spec,
         transforms=transforms,
         pool=PoolConfig(engine="inline", max_actors=max_actors),
     )
@@ -169,17 +158,17 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
-    inline: StreamSpec, world_size: int
+    spec: StreamSpec, world_size: int
 ) -> None:
-    plan, states = inline.plan, []
-    whole = loader(inline)
+    plan, states = spec.plan, []
+    whole = loader(spec)
     for batch in every_batch(whole):
         if batch.ends_step:
             states.append(json.loads(json.dumps(whole.state_dict())))
     for state in states:
         left = set(plan.micro_batches(Cursor.from_dict(state)))
         for rank in range(world_size):
-            rest = ranked(inline, rank, world_size)
+            rest = ranked(spec, rank, world_size)
             rest.load_state_dict(state)
             places = [batch.position for batch in every_batch(rest)]
             assert places == sorted(places, key=places.index) and len(places) == len(
@@ -200,9 +189,9 @@ def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
 
 
 def test_a_loader_does_not_begin_anew_in_silence(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one = ranked(inline, 0, 1)
+    one = ranked(spec, 0, 1)
     with pytest.raises(CursorError, match=r"with loader\.report or loader\.save"):
         next(every_batch(one))
 
@@ -216,22 +205,22 @@ def test_a_loader_does_not_begin_anew_in_silence(
     ],
 )
 def test_a_state_of_something_else_is_refused(
-    inline: StreamSpec, state: Any, message: str
+    spec: StreamSpec, state: Any, message: str
 ) -> None:
-    one = loader(inline)
+    one = loader(spec)
     with pytest.raises(CursorError, match=message):
         one.load_state_dict(state)
     assert next(every_batch(one)).position.step == 0
 
 
 def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(
-    inline: StreamSpec, tmp_path: Path
+    spec: StreamSpec, tmp_path: Path
 ) -> None:
-    one = loader(inline, cursor=inline.plan.cursor_at(3))
+    one = loader(spec, cursor=spec.plan.cursor_at(3))
     one.save(str(tmp_path))
     assert Cursor.from_json(
         (tmp_path / "cursor.json").read_text()
-    ) == inline.plan.cursor_at(3)
+    ) == spec.plan.cursor_at(3)
 
 
 class Threaded(InProcess):
@@ -316,14 +305,14 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     ],
 )
 def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
-    inline: StreamSpec, held: str
+    spec: StreamSpec, held: str
 ) -> None:
     ends: list[str] = []
 
     def opened() -> Any:
-        batches = inline_batches(inline, inline.plan.start())
+        batches = inline_batches(spec, spec.plan.start())
         source = told(batches, lambda: ends.append("ended"))
-        one = Loader(inline, lambda _: source, cursor=inline.plan.start())
+        one = Loader(spec, lambda _: source, cursor=spec.plan.start())
         epochs = one.epochs()
         for epoch in epochs:  # noqa: B007  a person leaves it at once
             break
@@ -348,16 +337,16 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
 
 
 def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one = loader(inline)
+    one = loader(spec)
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
     assert one._stream.lifetime.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
-    assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
+    assert places == list(islice(spec.plan.micro_batches(spec.plan.start()), 9))
     for epoch in one.epochs():  # the cell is run again: on, after the last whole step
         assert [batch.position for batch in islice(epoch.train, 2)] == [
             *places[8:],
@@ -382,22 +371,15 @@ def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
     return dataclasses.replace(at, micro=micro)
 
 
-class Remote:
-    """A handle of a supervisor, which notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[float] = []
-        self.give_way = SimpleNamespace(remote=self.asked.append)
-
-
 class OwnPool:
     """The pool of a stream that this process makes."""
 
-    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
-        self.spec, self.supervisor = spec, supervisor
-        self.actors, self.num_readers, self.has_begun = 1, 0, True
-        self.is_shared = False
-        self.on_start: Callable[[], None] = lambda: None
+    supervisor: Any = object()
+    actors, num_readers, has_begun, is_shared = 1, 0, True, False
+    on_start: Callable[[], None]
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self.spec = spec
 
     def awaited(self) -> str:
         return ""
@@ -407,54 +389,31 @@ class OwnPool:
         return inline_batches(self.spec, place)
 
 
-def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
-    pool = OwnPool(inline, supervisor)
-    one = Loader(
-        inline, pool.open, cursor=inline.plan.start(), pool=pool if supervisor else None
-    )
-    return one, next(one.epochs())
-
-
-def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while end_oldest():  # other tests may have left some
         pass
-    in_process, first, second = (
-        opened(inline, None),
-        opened(inline, Remote()),
-        opened(inline, Remote()),
-    )
-    next(first[1].train)
-    assert (
-        end_oldest()
-        and first[0]._stream.lifetime.why == GAVE_WAY
-        and second[0]._stream.lifetime.why is None
-    )
-    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
-    assert next(first[1].train).position.micro == 1  # it starts again
-    assert supervisors() == [one[0]._stream.supervisor for one in (second, first)]
+    pool = OwnPool(spec)
+    one = Loader(spec, pool.open, cursor=spec.plan.start(), pool=pool)
+    train = next(one.epochs()).train
+    next(train)
 
     def cluster() -> Resources:
         return Resources(
-            cpus=2.0,
-            gpus=0.0,
-            free_cpus=2.0 * (second[0]._stream.lifetime.why is not None),
-            free_gpus=0.0,
+            cpus=2.0, gpus=0.0, free_cpus=2.0 * (not supervisors()), free_gpus=0.0
         )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.start.room._SETTLE_S", 0.0)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
-    check_resources(inline, ScalingConfig(num_workers=2))
-    assert (
-        second[0]._stream.lifetime.why == GAVE_WAY
-        and first[0]._stream.lifetime.why is None
-    )
-    next(in_process[1].train)
-    assert end_oldest() and not end_oldest()
+    check_resources(spec, ScalingConfig(num_workers=2))
+    assert one._stream.lifetime.why == GAVE_WAY and not end_oldest()
+    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
+    assert next(train).position.micro == 1  # it starts again
+    assert supervisors() == [pool.supervisor]
 
 
 @pytest.mark.parametrize(
@@ -524,13 +483,13 @@ def test_an_argument_of_a_loader_that_is_of_another_type_is_named(
 
 
 def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
-    inline: StreamSpec, caplog: pytest.LogCaptureFixture
+    spec: StreamSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = inline.plan
-    loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
+    plan = spec.plan
+    loader(spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
     assert caplog.messages == []
     ended = loader(
-        inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
+        spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
     )
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
@@ -541,17 +500,17 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
 
 
 def test_processes_of_torchrun_get_a_share_each(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert loader(inline).world_size == 2
+    assert loader(spec).world_size == 2
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert loader(inline).world_size == 1
+    assert loader(spec).world_size == 1
 
 
 def test_a_function_of_ray_tune_gets_the_whole_stream(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise DeprecationWarning(
@@ -560,13 +519,13 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(
 
     monkeypatch.setattr("ray.train.get_context", refuse)
     monkeypatch.setattr("ray.train.get_checkpoint", refuse)
-    one = loader(inline)
+    one = loader(spec)
     assert one.world_size == 1
     one.restore()
 
 
 def test_ranks_of_other_plans_or_places_are_refused(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
     first = MicroBatchId("train", 0, 0, 0)
@@ -582,13 +541,13 @@ def test_ranks_of_other_plans_or_places_are_refused(
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         limit_s = PATIENCE_S if place else 0.2
-        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=limit_s))
+        quick = dataclasses.replace(spec, pool=PoolConfig(stall_timeout_s=limit_s))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)
         streams._has_started = again
         return streams._agree(dataclasses.replace(first, micro=1))
 
-    assert hand_over(inline.plan.fingerprint).has_head_start
-    assert hand_over(inline.plan.fingerprint, again=True).has_head_start
+    assert hand_over(spec.plan.fingerprint).has_head_start
+    assert hand_over(spec.plan.fingerprint, again=True).has_head_start
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
@@ -599,12 +558,12 @@ def test_ranks_of_other_plans_or_places_are_refused(
         match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,",
     ):
         second = MicroBatchId("train", 1, 0, 0)
-        hand_over(inline.plan.fingerprint, second, again=True)
+        hand_over(spec.plan.fingerprint, second, again=True)
     with pytest.raises(
         RaypipeError,
         match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have",
     ):
-        hand_over(inline.plan.fingerprint, None, again=True)
+        hand_over(spec.plan.fingerprint, None, again=True)
     never.set()
 
 

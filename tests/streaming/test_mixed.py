@@ -49,19 +49,6 @@ def test_mixed_batches_say_their_sources_and_copies_differ(
     assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
 
 
-def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(
-    stores: dict[str, Path],
-) -> None:
-    whole = mixed(stores, {}).plan
-    for given, sources in (({"small": "label == 0"}, [1]), ("label == 0", [0, 1])):
-        plan = mixed(stores, {}, filter=given).plan
-        parts = plan.kept["train"].parts  # type: ignore[union-attr]
-        assert [
-            number for number, part in enumerate(parts) if part.num_left_out
-        ] == sources
-        assert plan.fingerprint != whole.fingerprint
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -42,26 +42,6 @@ class Counter:
         return of(image, self.calls)
 
 
-class RunningMean:
-    def __init__(self) -> None:
-        self.mean = 0.0
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        self.mean = 0.5 * self.mean + 0.5 * float(image.mean())
-        return of(image, self.mean * 7)
-
-
-class First:
-    """Takes the first image as the reference of all."""
-
-    reference: Any = None
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        if self.reference is None:
-            self.reference = image[:8, :8].astype(int)
-        return of(image, self.reference.sum())
-
-
 class InPlace(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,17 +57,6 @@ def by_module(image: np.ndarray) -> np.ndarray:
     return of(image, COUNTED[0])
 
 
-def by_closure() -> Callable[[np.ndarray], np.ndarray]:
-    previous = 0
-
-    def transform(image: np.ndarray) -> np.ndarray:
-        nonlocal previous
-        previous += int(image.sum())
-        return of(image, previous)
-
-    return transform
-
-
 def by_clock(image: np.ndarray) -> np.ndarray:
     return of(image, time.perf_counter_ns() // 1000)
 
@@ -96,24 +65,16 @@ def by_new_generator(image: np.ndarray) -> np.ndarray:
     return of(image, np.random.default_rng().integers(1 << 40))
 
 
-def beside_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return of(image, np.random.default_rng().random() * 251)
-
-
 IMPURE: dict[str, Any] = {
     "counter": Counter(),
     "method": Counter().__call__,
     "partial": functools.partial(
         lambda image, counter: counter(image), counter=Counter()
     ),
-    "running mean": RunningMean(),
-    "first image": First(),
     "buffer of a module": InPlace(),
     "global counter": by_module,
-    "closure": by_closure(),
     "clock": by_clock,
     "generator of each call": by_new_generator,
-    "generator beside rng": beside_rng,
 }
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import without_ray
+from small_streams import spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.metrics.records import read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch
@@ -27,13 +27,8 @@ from raypipe.transform.fields import MicroBatch
 @pytest.fixture
 def spec(stores: dict[str, Path]) -> StreamSpec:
     """Two epochs of three steps and a validation, without Ray."""
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32),
-        transform=TransformConfig(train="small", val="resize", size=16),
-        pool=PoolConfig(engine="inline"),
-    )
+    plan = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32)
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 def kinds(run: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, StoreError
-from raypipe.plan.places import PADDING, Cursor, Split
+from raypipe.plan.places import Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
@@ -29,10 +29,6 @@ from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource
 
 # The plan as a source, without Ray
-
-
-def store(size: int) -> MemoryStore:
-    return MemoryStore([bytes([i]) * 3 for i in range(size)], np.arange(size) * 10)
 
 
 def rows(
@@ -57,27 +53,6 @@ def rows(
         )
         assert not row.pop("outage_s")
     return found
-
-
-@pytest.mark.parametrize("block", [1, 3])
-def test_the_source_yields_the_plans_micro_batches_a_row_per_block(block: int) -> None:
-    train, val = store(9), store(3)
-    plan = make_plan(
-        PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val
-    )
-    found = rows(plan, plan.start(), {"train": train, "val": val}, block)
-    assert [at for row in found for at in row["block"]] == list(
-        plan.micro_batches(plan.start())
-    )
-    assert [len(row["block"]) for row in found] == (
-        [1] * 12 if block == 1 else [3, 1, 2] * 2
-    )
-    for row in found:
-        indices = np.concatenate([plan.indices(at) for at in row["block"]]).tolist()
-        assert row["image"] == [
-            None if i == PADDING else bytes([i]) * 3 for i in indices
-        ]
-        assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
 
 
 class ReadByThread(MemoryStore):

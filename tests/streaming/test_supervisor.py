@@ -151,29 +151,6 @@ def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> No
     assert f"died in {block[1]}, at its sample 5 (" in second
 
 
-def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
-    block = [AT, "train-e0000-s000005-m001"]
-    supervisor = Supervisor(max_attempts=3)
-    supervisor.actor_started("a", "")
-
-    def kills(at: str, samples: range) -> None:
-        for sample in samples:
-            for _ in range(2):
-                assert not supervisor.block_started("a", block).error
-                supervisor.announce_sample("a", at, sample)
-                died(supervisor)
-
-    supervisor.block_started("a", block)
-    died(supervisor)
-    kills(block[0], range(3))
-    kills(block[1], range(10, 13))
-    assert supervisor.block_started("a", block) == Orders(
-        careful=True, bad=(0, 1, 2, 10, 11, 12)
-    )
-    kills(block[1], range(13, 14))
-    assert "7 samples are to blame" in supervisor.block_started("a", block).error
-
-
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
     supervisor = Supervisor(max_attempts=1)
     supervisor.actor_started("a", "")

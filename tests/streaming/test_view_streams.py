@@ -95,10 +95,6 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(
     assert torch.equal(augmented.image, augmented.views["global"][:, 0])
 
 
-def returns_views(image: np.ndarray) -> dict[str, np.ndarray]:
-    return {"left": image[:8, :8], "right": image[:8, -8:]}
-
-
 def test_what_does_not_go_with_views_is_refused_before_the_run(
     stores: dict[str, Path], spec: StreamSpec
 ) -> None:
@@ -115,20 +111,3 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(
         ConfigError, match=r"transform.train makes views, and a run trains a classifier"
     ):
         num_classes_of(RunConfig(), spec)
-
-
-def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(
-    stores: dict[str, Path],
-) -> None:
-    function = spec_of(stores, returns_views)
-    batch = next(next(loader(function).epochs()).train)
-    assert {name: tuple(view.shape) for name, view in batch.views.items()} == {
-        "left": (6, 3, 8, 8),
-        "right": (6, 3, 8, 8),
-    }
-    with pytest.raises(ConfigError, match="mixes images, and no views"):
-        next(
-            next(
-                loader(function, augment=AugmentConfig(mixup_alpha=0.2)).epochs()
-            ).train
-        )

@@ -137,15 +137,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     until(lambda: not left(), left)
 
 
-def flat(state: Any) -> Any:
-    """Tensors as their bits, so that states can be compared."""
-    if isinstance(state, torch.Tensor):
-        return state.shape, state.contiguous().flatten().view(torch.uint8).tolist()
-    if isinstance(state, dict):
-        return {name: flat(value) for name, value in state.items()}
-    return [flat(value) for value in state] if isinstance(state, list) else state
-
-
 def states(folder: Path) -> dict[str, dict[str, Any]]:
     """Of the checkpoints of a run, by their places."""
     found = {}
@@ -153,31 +144,6 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
         state = torch.load(path / "state.pt", weights_only=True)
         found[path.name[:23]] = state
     return found
-
-
-def test_background_checkpoints_equal_those_that_steps_wait_for(
-    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    beside = without_ray.train(dataclasses.replace(run, name="beside"))
-    number = len(slowly)
-
-    save = RunCheckpoints.save
-
-    def save_at_once(self: RunCheckpoints, *args: Any, **hooks: Any) -> None:
-        save(self, *args, **hooks)
-        self.wait()
-
-    monkeypatch.setattr(RunCheckpoints, "save", save_at_once)
-    without_ray.train(dataclasses.replace(run, name="waited"))
-    assert beside["steps"] == 8 == number == len(slowly) - number
-    one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
-    assert (
-        sorted(one)
-        == sorted(other)
-        == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
-    )
-    for place, state in one.items():
-        assert flat(state) == flat(other[place])
 
 
 def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(

@@ -44,7 +44,7 @@ class Marks:
         return f"head start {self._run} {self._fingerprint} "
 
     def found(self) -> bool:
-        """Return whether a process of this plan has ended in its head start; a file that says so is removed."""
+        """Return whether a process of this plan has ended in its head start; remove their files."""
         if self._run is not None:
             return bool(published_keys(self._prefix))
         try:

@@ -114,7 +114,6 @@ class Supervisor:
         log_format: format of its log lines; empty = as this process has it.
         watches: whether it runs as an actor. Then it ends stopped processes of the stream while the stream makes
             no progress, and remembers what its earlier processes knew.
-        memory: memory of an actor; None = a new one if it watches, else none.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class Supervisor:
         run: str = "",
         log_format: LogFormat | Literal[""] = "",
         watches: bool = False,
-        memory: Memory | None = None,
     ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
@@ -152,7 +150,7 @@ class Supervisor:
         self._watch = StreamWatchdog(self.note, self._work_of)
         self._trace = HeldTrace()
         self._process = this_process("supervisor") if watches else None
-        self._memory = memory or (Memory() if watches else None)
+        self._memory = Memory() if watches else None
         if self._memory and self._memory.lived_before:
             self._restore(self._memory.load())
         if watches:

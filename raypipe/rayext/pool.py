@@ -236,7 +236,7 @@ class PoolKeeper:
             self._end_stall(now, finished, waiting, ranks_waiting)
 
     def release_all(self) -> None:
-        """Release the actors once all blocks are made, for other streams; Ray starts one for a block that is lost."""
+        """Release the actors once all blocks are made, for other streams; Ray starts one if a block is lost."""
         if self._pool.current_size():
             self._pool.shutdown()
             self._tell_awaited()

@@ -147,15 +147,18 @@ class DataLoader:
             self._pool = PoolConfig(max_actors=self.num_workers, head_start=head_start)
         self._rank, self._world_size = share_of()[:2]
         self._start: Cursor | None = None
-        self.spec = self._opened(collate_fn)
+        self._own_collate = collate_fn
+        seed = _agreed_seed(self.generator, self.sampler, self._world_size)
+        self.spec = self._opened(seed)
 
-    def _opened(self, collate_fn: Collate | None) -> StreamSpec:
+    def _opened(self, seed: int) -> StreamSpec:
         """Open the stream; a recognized dataset as a store and a transform."""
+        collate_fn = self._own_collate
         plan = PlanConfig(
             epochs=_EPOCHS,
             micro_batch_size=self.batch_size,
             global_batch_size=self.batch_size * self._world_size,
-            seed=_agreed_seed(self.generator, self.sampler, self._world_size),
+            seed=seed,
             val_interval=0,
             drop_last=self.drop_last,
             **_order_of(self.sampler, len(self.dataset), self._world_size),
@@ -194,13 +197,13 @@ class DataLoader:
     @functools.cached_property
     def _epochs(self) -> _Epochs:
         """The stream, which begins when it is first used."""
-        made = raypipe.loader(
+        self._stream = raypipe.loader(
             self.spec,
             device=self._device,
             cursor=self._start,
             prefetch_factor=self.prefetch_factor,
         )
-        return _Epochs(SharedEpochs(made), "train", self._nest)
+        return _Epochs(SharedEpochs(self._stream), "train", self._nest)
 
     def _cursor(self) -> Cursor:
         if "_epochs" in self.__dict__:
@@ -227,25 +230,34 @@ class DataLoader:
         return make_plan(config, self.spec.stores["train"]).fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch that was handed out: epoch, samples of it, and a hash of the order."""
+        """The place after the last batch that was handed out: epoch, samples of it, the seed, the order's hash."""
         cursor = self._cursor()
-        samples = cursor.step * self.spec.plan.global_batch_size
-        return {"epoch": cursor.epoch, "samples": samples, "order": self._order}
+        plan = self.spec.plan
+        return {
+            "epoch": cursor.epoch,
+            "samples": cursor.step * plan.global_batch_size,
+            "seed": plan.config.seed,
+            "order": self._order,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration be what comes after a `state_dict`, of any batch size and number of ranks.
 
+        The seed is the state's, as a program without torch.manual_seed has another one each time.
+
         Raises:
-            CursorError: the dataset, the sampler or the seed differs, or batch_size does not divide the samples.
+            CursorError: the dataset or the sampler differs, or batch_size does not divide the samples.
         """
-        if set(state) != {"epoch", "samples", "order"}:
+        if set(state) != {"epoch", "samples", "seed", "order"}:
             raise CursorError(
                 f"not a state of raypipe.DataLoader: {str(dict(state))[:200]!r}"
             )
+        if state["seed"] != self.spec.plan.config.seed:
+            self._reopen(state["seed"])
         if state["order"] != self._order:
             raise CursorError(
-                "the state has another order of samples: dataset, sampler, shuffle, drop_last or seed "
-                "(torch.manual_seed, generator) differ; make them as they were, or start a new run"
+                "the state has another order of samples: dataset, sampler, shuffle or drop_last differ; make them "
+                "as they were, or start a new run"
             )
         plan = self.spec.plan
         step, rest = divmod(state["samples"], plan.global_batch_size)
@@ -259,6 +271,13 @@ class DataLoader:
             self._epochs.load_state_dict(cursor.__dict__)
         else:
             self._start = cursor
+
+    def _reopen(self, seed: int) -> None:
+        if "_epochs" in self.__dict__:
+            self._stream.close()
+        for name in ("_epochs", "_order"):
+            self.__dict__.pop(name, None)
+        self.spec = self._opened(seed)
 
 
 class _Epochs(PlainLoader):

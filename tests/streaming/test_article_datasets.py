@@ -1,0 +1,68 @@
+"""Datasets of articles, as they stand there, through `raypipe.DataLoader`: one digest for all ways to run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import article_datasets
+import pytest
+from article_datasets import EPOCHS, GLOBAL_BATCH
+from pictures import samples
+
+NUM = 24
+
+
+def trained(
+    folder: Path, out: Path, kind: str, workers: int, num: int = 1, dies_at: int = 0
+) -> list[list[str]]:
+    """The samples that each of the processes has got, killed or not; it forgets them."""
+    program = [article_datasets.__file__, kind, str(folder), str(out), str(workers)]
+    launcher = [sys.executable]
+    if num > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={num}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("RAY_ADDRESS", None)
+    code = subprocess.call([*launcher, *program, str(dies_at)], env=environment)
+    assert bool(code) == bool(dies_at)
+    files = [out / f"seen-{rank}" for rank in range(num)]
+    lines = [file.read_text().splitlines() for file in files]
+    for file in files:
+        file.unlink()
+    return lines
+
+
+def together(halves: list[list[str]]) -> list[str]:
+    """The samples of two ranks in the order of one."""
+    size = GLOBAL_BATCH // 2
+    return [
+        line
+        for first in range(0, len(halves[0]), size)
+        for half in halves
+        for line in half[first : first + size]
+    ]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kind", "workers"), [("custom", 0), ("optimized", 1)])
+def test_an_articles_dataset_has_one_digest_through_kills(
+    kind: str, workers: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, sample in enumerate(samples(NUM)):
+        path = folder / f"img{number:03d}_{number % 5}.jpg"
+        path.write_bytes(sample["image"])  # type: ignore[arg-type]
+    (whole,) = trained(folder, tmp_path, kind, workers)
+    assert len(whole) == NUM * EPOCHS and len(set(whole)) == NUM * EPOCHS
+    for num_before, num_after in ((2, 1), (1, 2)):
+        (tmp_path / "state").unlink()
+        before = trained(folder, tmp_path, kind, workers, num_before, dies_at=4)
+        after = trained(folder, tmp_path, kind, workers, num_after)
+        seen = [
+            together(half) if len(half) == 2 else half[0] for half in (before, after)
+        ]
+        assert seen[0] + seen[1] == whole

@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from patience import until
 from PIL import Image
 
 from raypipe import kernel
@@ -407,96 +407,48 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 # The command in a process of its own, ended on its way
 
-NUM_LINKS = 300
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 300 images of noise, 20 of them different: seconds of work, and little disk."""
-    folder = tmp_path_factory.mktemp("large")
-    for label in CLASSES:
-        (folder / label).mkdir()
-    rng = np.random.default_rng(0)
-    for number in range(NUM_LINKS):
-        file = folder / CLASSES[number % 5] / f"{number:04d}.jpg"
-        if number < 20:
-            noise = rng.integers(0, 256, (300, 300, 3), np.uint8)
-            file.write_bytes(
-                cv2.imencode(".jpg", noise, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes()
-            )
-        else:
-            file.hardlink_to(folder / CLASSES[number % 5] / f"{number % 20:04d}.jpg")
-    return folder
-
-
-class Command:
-    """`raypipe convert` in a session of its own, on a local cluster of its own unless it is given another's."""
-
-    def __init__(self, src: Path, dst: Path, ray_address: str) -> None:
-        self.dst = dst
-        args = ["convert", str(src), str(dst), "--shards", "2", "--short-side", "256"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raypipe.commands.cli", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"RAY_ADDRESS": ray_address},
-        )
-
-    def wait_until_it_writes(self) -> None:
-        deadline = time.monotonic() + 60
-        while self.written_bytes() < 1 << 20:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def written_bytes(self) -> int:
-        files = self.dst.parent.glob(f".{self.dst.name}.partial*/*")
-        return sum(file.stat().st_size for file in files)
-
-    def signal(self, number: int) -> tuple[int, str]:
-        """Send a signal to the driver's group; return its exit code and standard error.
-
-        All processes that it has started are gone afterwards.
-        """
-        started = psutil.Process(self.process.pid).children(recursive=True)
-        os.killpg(self.process.pid, number)
-        code = self.process.wait(30)
-        for left in psutil.wait_procs(started, 15)[1]:
-            left.kill()
-        assert not psutil.wait_procs(started, 10)[1]
-        return code, self.process.communicate(timeout=10)[1]
-
-
-@pytest.fixture
-def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    started: list[Command] = []
-
-    def start(ray_address: str = "") -> Command:
-        started.append(Command(large, tmp_path / "copy.parquet", ray_address))
-        return started[-1]
-
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.signal(signal.SIGKILL)
-
 
 @pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_kill_leaves_no_store_and_ctrl_c_leaves_nothing(
-    command: Callable[..., Command], tmp_path: Path
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
+def test_a_conversion_that_is_ended_leaves_no_store(
+    signum: int, code: int, tmp_path: Path
 ) -> None:
-    killed = command()
-    killed.wait_until_it_writes()
-    code, _ = killed.signal(signal.SIGKILL)
-    assert code == -signal.SIGKILL and not killed.dst.exists()
-    assert killed.written_bytes()  # it was killed on its way
-    # The next one begins anew, in a cluster that lives on: its tasks do not end with it.
-    interrupted = command(ray.get_runtime_context().gcs_address)
-    interrupted.wait_until_it_writes()
-    code, stderr = interrupted.signal(signal.SIGINT)
-    assert code == 130 and "Traceback" not in stderr
-    assert names(tmp_path) == []
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
+    image = cv2.imencode(".jpg", noise)[1].tobytes()
+    (tmp_path / "source" / "a").mkdir(parents=True)
+    for number in range(300):
+        (tmp_path / "source" / "a" / f"{number}.jpg").write_bytes(image)
+    words = ["convert", str(tmp_path / "source"), str(tmp_path / "copy.parquet")]
+    program = [sys.executable, "-m", "raypipe.commands.cli", *words]
+    # Tasks of a cluster that lives on do not end with the command; a killed one has its own.
+    address = ray.get_runtime_context().gcs_address if code == 130 else ""
+    command = subprocess.Popen(
+        [*program, "--shards", "2", "--short-side", "256"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"RAY_ADDRESS": address},
+    )
+
+    def num_written() -> int:
+        files = tmp_path.glob(".copy.parquet.partial*/*")
+        return sum(file.stat().st_size for file in files)
+
+    until(lambda: num_written() > 1 << 20 or command.poll() is not None)
+    started = psutil.Process(command.pid).children(recursive=True)
+    os.killpg(command.pid, signum)
+    assert command.wait(30) == code
+    for left in psutil.wait_procs(started, 15)[1]:
+        left.kill()
+    assert not psutil.wait_procs(started, 10)[1]
+    _, stderr = command.communicate(timeout=10)
+    assert "Traceback" not in stderr and not (tmp_path / "copy.parquet").exists()
+    if code == 130:
+        assert names(tmp_path) == ["source"]
+    else:
+        assert num_written(), "it was killed on its way"

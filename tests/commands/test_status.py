@@ -73,52 +73,47 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_log = RunLog(2, 0, open_filesystem(tmp_path.as_uri()))
+    cause = "the previous one is being written"
+    shares = ("remembered", "val_remembered")
+    expected: dict[str, Any] = {
+        "state": "running",
+        "step": 40,
+        "to_step": 90,
+        "epoch": 1,
+        "images_per_s": 10.0,
+        "gpu_utilization": 0.5,
+        "remembered": 0.734,
+        "val_remembered": 0.9,
+        "waits_for": "the checkpoint",
+        "whom": cause,
+        "faults": ["a transform actor died"],
+        "checkpoint": None,
+        "start_s": {"starting Ray on this machine": 1.5, "starting 1 trainer": 2.25},
+    }
+    shown_in_text = (
+        "after 3.8 s (starting Ray on this machine 1.5, starting",
+        "GPU 50%, 73% remembered, 90% in validation",
+        "40 of 90",
+    )
     with lease(tmp_path.as_uri()):
         run_log.begin(False, lambda: {"to_step": 90}, None)
         run_log.step = 40
-        shares = {"remembered": 0.734, "val_remembered": 0.9, "gpu_utilization": 0.5}
-        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1, **shares})
+        trained = ("epoch", "images_per_s", "gpu_utilization", *shares)
+        run_log.recorded("train", "", {name: expected[name] for name in trained})
         run_log.recorded("fault", "", {"text": "a transform actor died"})
-        seconds = {"starting Ray on this machine": 1.5, "starting 1 trainer": 2.25}
-        run_log.recorded("phases", "", {"begun": 1.0, "seconds": seconds})
-        run_log.saving(lambda: "the previous one is being written")
+        run_log.recorded("phases", "", {"begun": 1.0, "seconds": expected["start_s"]})
+        run_log.saving(lambda: cause)
         run_log._look(time.time())
         text, found = shown(tmp_path, capsys)
         run_log.saved()
-        assert found["start_s"] == seconds
-        assert {name: found[name] for name in shares} == shares
-        assert "GPU 50%, 73% remembered, 90% in validation" in text
-        assert "after 3.8 s (starting Ray on this machine 1.5, starting" in text
-        assert (
-            found["state"] == "running"
-            and found["step"] == 40
-            and found["to_step"] == 90
-        )
-        assert (
-            found["epoch"] == 1
-            and found["images_per_s"] == 10.0
-            and "process" in found["held_by"]
-        )
-        assert (
-            found["waits_for"] == "the checkpoint"
-            and found["whom"] == "the previous one is being written"
-        )
-        assert (
-            found["faults"] == ["a transform actor died"]
-            and found["checkpoint"] is None
-        )
-        assert (
-            re.search("the checkpoint for [0-9]+ s: the previous one is being", text)
-            and "40 of 90" in text
-        )
+        assert {name: found[name] for name in expected} == expected
+        assert "process" in found["held_by"]
+        assert all(part in text for part in shown_in_text)
+        assert re.search(f"the checkpoint for [0-9]+ s: {cause}", text)
         run_log.closed()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]
-    assert (
-        found["state"] == "stopped"
-        and found["held_by"] == ""
-        and found["waits_for"] == ""
-    )
+    assert (found["state"], found["held_by"], found["waits_for"]) == ("stopped", "", "")
     write_error(tmp_path.as_uri(), "no space left\n\nTraceback")
     text, found = shown(tmp_path, capsys)
     assert found["state"] == "failed" and found["error"] == "no space left"

@@ -133,8 +133,7 @@ def test_the_validations_loss_is_that_of_a_data_loader(
     assert run.val_losses[-1] == pytest.approx(total / NUM_VAL, rel=1e-5)
 
 
-@pytest.mark.parametrize("looks", [1, 3])
-@pytest.mark.parametrize("per_step", [1, 2])
+@pytest.mark.parametrize(("looks", "per_step"), [(1, 1), (3, 2)])
 @each_loop
 def test_a_look_at_the_first_batch_costs_no_sample(
     loop: Loop, per_step: int, looks: int, tmp_path: Path
@@ -252,17 +251,6 @@ def test_a_trainers_checkpoint_without_a_place_is_resumed_with_a_warning(
     state.write_text(state.read_text().replace('"raypipe"', '"unknown"'))
     assert len(done(transformers, spec_of(), tmp_path).trained) == 2 * (12 - 4)
     assert "does not say for which plan" in caplog.text
-
-
-@pytest.mark.parametrize("size", [1, 4, 5, 12, 100])
-def test_a_training_may_be_taken_in_chunks(size: int) -> None:
-    taken = []
-    for epoch in raypipe.loader(spec_of()).epochs():
-        while chunk := list(itertools.islice(epoch.train, size)):
-            taken += chunk
-    assert [batch.position.step for batch in taken] == [
-        step for _ in range(EPOCHS) for step in range(STEPS) for _ in range(2)
-    ]
 
 
 def test_a_second_loop_over_a_training_is_told(

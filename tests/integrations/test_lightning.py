@@ -228,7 +228,7 @@ SKIPS = [["1..2", 9], ["5..8"], [12], ["7..11"]]
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize(("hook", "number"), [HOOKS[0], HOOKS[5], HOOKS[9], HOOKS[11]])
+@pytest.mark.parametrize(("hook", "number"), [HOOKS[5], HOOKS[9]])
 def test_skipped_steps_never_come_and_a_resume_goes_around_them(
     skip: list[int | str],
     hook: str,
@@ -370,3 +370,8 @@ def test_a_module_can_take_whole_batches() -> None:
         trainer_of(stream, {"precision": "bf16-true"}).fit(
             module, datamodule=StreamDataModule(stream, "batch")
         )
+
+
+def test_a_stream_without_validation_has_no_loader_of_one() -> None:
+    stream = loader(spec_of(4, val=None))
+    assert StreamDataModule(stream).val_dataloader() == []

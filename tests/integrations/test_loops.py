@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -374,19 +373,3 @@ def test_the_best_model_is_loaded_with_all_weights(tmp_path: Path) -> None:
         torch.equal(value, saved[name])
         for name, value in trainer.model.state_dict().items()
     )
-
-
-def test_lightning_is_told_what_the_plan_has() -> None:
-    from raypipe.integrations.lightning import StreamDataModule
-
-    spec = spec_of(4)
-    settings = StreamDataModule.settings(loader(spec))
-    assert settings["max_epochs"] == 2 and settings["accumulate_grad_batches"] == 4
-    without = dataclasses.replace(
-        spec.plan,
-        config=PlanConfig(epochs=2, val_interval=0),
-        num_val=0,
-        num_val_rows=0,
-    )
-    module = StreamDataModule(loader(dataclasses.replace(spec, plan=without)))
-    assert module.val_dataloader() == []

@@ -23,7 +23,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError, RaypipeError
-from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run import _as_run_error, _how_to_continue, _withdraw_stop, launch
 from raypipe.launch.run_checks import check_model, num_classes_of
 from raypipe.launch.run_folder import as_plain, store_config
 from raypipe.launch.summary import changes, summarize
@@ -251,6 +251,19 @@ def test_a_request_that_cannot_be_removed_hides_neither_result_nor_error(
         "cannot remove the request to stop: ConfigError: unsupported scheme"
         in caplog.text
     )
+
+
+def test_a_stopped_run_is_told_how_to_continue(tmp_path: Path) -> None:
+    uri = tmp_path.as_uri()
+    command = f"Continue with: raypipe train --resume {tmp_path}"
+    told = _how_to_continue(RunConfig(), uri)
+    assert told == f"stopped before the first checkpoint. {command}"
+    name = write_checkpoint(uri, Cursor(0, 1, "f" * 16), b"x", {})
+    assert _how_to_continue(RunConfig(), uri) == f"stopped with {name}. {command}"
+    told = _how_to_continue(
+        dataclasses.replace(RunConfig(), train=TrainConfig(model="mine:net")), uri
+    )
+    assert told.endswith(" --trust-run-code")
 
 
 def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(

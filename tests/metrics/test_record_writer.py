@@ -7,8 +7,7 @@ import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.metrics.records import SAMPLES, RecordWriter, read_records
-from raypipe.plan.places import MicroBatchId
+from raypipe.metrics.records import RecordWriter, read_records
 from raypipe.storage.filesystem import open_filesystem
 
 
@@ -47,42 +46,6 @@ def test_a_resume_records_each_step_once_and_loses_no_line(tmp_path: Path) -> No
     written(tmp_path, range(0), at=0)  # a resume that found no checkpoint
     assert steps(tmp_path) == [] and steps(tmp_path, "start") == [0, 3, 0]
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
-
-
-def test_a_cut_or_foreign_line_does_not_stop_a_resume(tmp_path: Path) -> None:
-    written(tmp_path, range(1, 4))
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'null\n\xff\n{"kind": "train", "st')
-    written(tmp_path, range(4, 6), at=9)
-    found = read_records(tmp_path.as_uri())
-    assert [record["step"] for record in found if record["kind"] == "train"] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-
-
-def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
-    def log_samples(log: RecordWriter, step: int) -> None:
-        log.write_samples(
-            [
-                (MicroBatchId("train", 0, step - 1, micro), [step, micro])
-                for micro in (0, 1)
-            ],
-            step,
-        )
-
-    for start, end in ((0, 4), (2, 5)):
-        log = RecordWriter(tmp_path.as_uri(), start)
-        for step in range(start + 1, end):
-            log_samples(log, step)
-        log.close()
-    found = read_records(tmp_path.as_uri(), SAMPLES)
-    assert [r["indices"] for r in found if "indices" in r] == [
-        [s, m] for s in range(1, 5) for m in (0, 1)
-    ]
 
 
 def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
-
-from raypipe.errors import ConfigError
-from raypipe.metrics.records import RECORDS, parse_records, read_records
+from raypipe.metrics.records import parse_records
 
 
 def lines(*records: dict[str, object]) -> bytes:
@@ -64,11 +60,3 @@ def test_lines_that_are_no_record_are_left_out() -> None:
         lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra'
     )
     assert found == [train(1), train(2)]
-
-
-def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:
-    assert read_records(tmp_path.as_uri()) == []
-    (tmp_path / RECORDS).write_bytes(lines(train(1)))
-    assert read_records(tmp_path.as_uri()) == [train(1)]
-    with pytest.raises(ConfigError, match=r"unsupported scheme"):
-        read_records("nowhere://bucket")

@@ -3,10 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,36 +77,17 @@ def final_state(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread:
-    """Does something as soon as a file is there."""
-
-    def wait() -> None:
-        while not path.exists():
-            time.sleep(0.02)
-        action()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
 def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
     """Its result, metrics and configuration."""
-    assert (
-        result["steps"] == 12
-        and 0 <= result["val_accuracy"] <= 1
-        and 0 <= result["wait_fraction"] <= 1
-    )
-    assert result["images_per_s"] > 0 and result["first_batch_s"] > 0
+    assert result["steps"] == 12 and result["first_batch_s"] > 0
+    assert 0 <= result["val_accuracy"] <= 1 and 0 <= result["wait_fraction"] <= 1
     folder = Path(result["run_dir"])
-    assert [step for (step,) in records(result, "train", "step")] == list(range(1, 13))
+    trained = records(result, "train", "step", "strength")
+    assert [step for step, _ in trained] == list(range(1, 13))
+    strengths = [strength for _, strength in trained[:5]]
+    assert strengths == pytest.approx([0, 0.278, 0.556, 0.833, 1], abs=1e-3)
     assert records(result, "val", "step", "samples") == [(4, 22), (8, 22), (12, 22)]
-    assert [value for (value,) in records(result, "train", "strength")][
-        :5
-    ] == pytest.approx([0, 0.278, 0.556, 0.833, 1], abs=1e-3)
-    assert [
-        "too short" in text for (text,) in records(result, "diagnosis", "text")
-    ] == [True] * 3
+    assert len(records(result, "diagnosis", "text")) == 3
     assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(result)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
@@ -198,43 +176,3 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
     assert any(
         "a transform actor died in train-e0000-s" in fault for fault in faults
     ), faults
-
-
-@pytest.mark.system
-def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
-    run: RunConfig, idle_cluster: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, held, seen = Path(run.storage_path) / "waits", list[Any](), list[str]()
-    metrics = folder / "metrics.jsonl"
-
-    class Job:
-        def ping(self) -> None: ...
-
-    def take_what_is_free() -> None:
-        held.append(ray.remote(num_cpus=3)(Job).remote())
-
-    def interrupt() -> None:
-        until(lambda: "no transform actor runs" in metrics.read_text())
-        seen.extend(metrics.read_text().splitlines())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    helpers = [
-        once_it_is_there(folder / "config.yaml", take_what_is_free),
-        once_it_is_there(metrics, interrupt),
-    ]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            # trainers that made the first micro-batches themselves would be done without the pool
-            pool = dataclasses.replace(run.pool, head_start=0)
-            launch(dataclasses.replace(run, name="waits", pool=pool))
-    finally:
-        for helper in helpers:
-            helper.join()
-        ray.kill(held[0])
-    assert [json.loads(line)["kind"] for line in seen] == ["start", "scale"]
-    text = json.loads(seen[1])["text"]
-    assert text.startswith(
-        "no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8"
-    )
-    said = f"stopped before the first checkpoint. Continue with: raypipe train --resume {folder}"
-    assert said in capsys.readouterr().out.splitlines()

@@ -108,7 +108,8 @@ def rows_of(
     if through_row:  # as a reader hands it over
         read = read_samples(store, spec.plan.indices(AT), spec.wanted)
         (given,) = SourceRow.unpacked(SourceRow([AT], [read]).packed()).reads or ()
-    batch, bad = MicroBatchMaker(spec).make(AT, given)
+    reads = None if given is None else [given]
+    (batch,), bad, _ = MicroBatchMaker(spec).block([AT], reads)
     store.close()
     assert [sample.index for sample in bad] in ([], [damaged])
     assert all(sample.error and (sample.name or sample.store) for sample in bad)

@@ -34,25 +34,30 @@ REFUSED = (
 OWN_CODE = {"samples of a function"}  # has no file
 
 READ = """
-import json, resource, sys
+import json, os, resource, sys
 import numpy as np, pyarrow.parquet, h5py, msgpack, google_crc32c, google.protobuf.text_format
-if sys.argv[2] == "tensors": import torch
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.sources import open_source
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-base = peak()
-try:
-    source = open_source(sys.argv[1])
-    if source is not None:
-        found = sum(sample["image"] is not None for sample in source.samples)
-    else:
-        store = open_store(sys.argv[1], trust_pickles=True)
-        images = store.read(np.arange(len(store)), ("image",))["image"]
-        found = sum(image is not None for image in images)
-except StoreError as error:
-    found = str(error)
-print(json.dumps({"found": found, "mib": peak() - base}))
+for path in sys.argv[1:]:
+    if child := os.fork():  # which has all modules, and a peak of its own
+        os.waitpid(child, 0)
+        continue
+    if path.endswith(".pt"): import torch
+    base = peak()
+    try:
+        source = open_source(path)
+        if source is not None:
+            found = sum(sample["image"] is not None for sample in source.samples)
+        else:
+            store = open_store(path, trust_pickles=True)
+            images = store.read(np.arange(len(store)), ("image",))["image"]
+            found = sum(image is not None for image in images)
+    except StoreError as error:
+        found = str(error)
+    print(json.dumps([path, found, peak() - base]), flush=True)
+    os._exit(0)
 """
 
 

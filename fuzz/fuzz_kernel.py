@@ -126,7 +126,7 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]
         case Op.RESIZE:
-            return code, [*some(1, 50, 2), *some(0, 4, 1)]
+            return code, [*some(1, 50, 2), *some(0, 3, 1)]
         case Op.PAD:
             return code, [*some(0, 20, 4), *some(0, 5, 1), *some(0, 256, 3)]
         case Op.TURN:

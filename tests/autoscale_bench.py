@@ -4,8 +4,7 @@
 
 Nodes are processes on this machine, added and removed by Ray's own autoscaler. It may also add GPU nodes, and no
 actor should make it do so, though the pool wants one actor more than the CPU nodes hold. The transform sleeps, so
-that they may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly, then (in a
-run of its own) slowly from the start.
+that they may be more than its CPUs. The trainer takes micro-batches as fast as they come, then slowly.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ class Watcher(threading.Thread):
 
 
 def observe(
-    store: Path, starving_s: float, slow_s: float, streams: list[str], max_nodes: int
+    store: Path, starving_s: float, slow_s: float, max_nodes: int
 ) -> dict[str, Any]:
-    """Run the phases of one or both streams on the connected cluster."""
+    """Run the phases of a stream on the connected cluster."""
     import ray
 
     from raypipe.config import PlanConfig, PoolConfig
@@ -108,8 +107,6 @@ def observe(
     allocation = preflight(spec.pool)
     watcher = Watcher()
     watcher.start()
-    events: list[tuple[str, str]] = []
-    reached: dict[str, bool] = {}
 
     def consume(phase: str, seconds: float, pause_s: float, batches: Any) -> None:
         """For so long, but no longer than until the pool has grown or shrunk to its end, and some seconds."""
@@ -127,40 +124,27 @@ def observe(
                     True,
                 )
 
-    for name, phases in (
-        (
-            "fast",
-            (
-                ("the trainer takes all", starving_s, 0.0),
-                ("the trainer is slow", slow_s, SLOW_S),
-            ),
-        ),
-        ("slow", (("slow from the start", slow_s, SLOW_S),)),
-    ):
-        if name not in streams:
-            continue
-        reached[f"{name}: no nodes before"] = watcher.until(
-            "no stream", lambda seen: seen["nodes"] == 0, 90
-        )
-        supervisor = start_supervisor()
-        (iterator,) = splits(
-            spec,
-            spec.plan.start(),
-            max_actors=allocation.max_actors,
-            supervisor=supervisor,
-        )
-        batches = host_batches(iterator)
-        watcher.phase = f"{name}: the pool starts"
-        next(batches)
-        for phase in phases:
-            consume(*phase, batches)
-        watcher.phase = "no stream"  # from here on its actors go
-        events += [(name, text) for _, text in ray.get(supervisor.events.remote(0))]
-        batches.close()
-        del batches, iterator
-    reached["no nodes after"] = watcher.until(
-        "no stream", lambda seen: seen["nodes"] == 0, 90
+    def is_empty(seen: dict[str, Any]) -> bool:
+        return seen["nodes"] == 0
+
+    reached = {"no nodes before": watcher.until("no stream", is_empty, 90)}
+    supervisor = start_supervisor()
+    (iterator,) = splits(
+        spec,
+        spec.plan.start(),
+        max_actors=allocation.max_actors,
+        supervisor=supervisor,
     )
+    batches = host_batches(iterator)
+    watcher.phase = "the pool starts"
+    next(batches)
+    consume("the trainer takes all", starving_s, 0.0, batches)
+    consume("the trainer is slow", slow_s, SLOW_S, batches)
+    watcher.phase = "no stream"  # from here on its actors go
+    events = [text for _, text in ray.get(supervisor.events.remote(0))]
+    batches.close()
+    del batches, iterator
+    reached["no nodes after"] = watcher.until("no stream", is_empty, 90)
     watcher.stop()
     return {
         "max_actors": allocation.max_actors,
@@ -176,7 +160,6 @@ def main() -> None:
     )
     parser.add_argument("--starving-s", type=float, default=45.0)
     parser.add_argument("--slow-s", type=float, default=45.0)
-    parser.add_argument("--streams", default="fast,slow", help="comma-separated")
     parser.add_argument("--max-nodes", type=int, default=3)
     parser.add_argument("--output", default="")
     options = parser.parse_args()
@@ -218,27 +201,18 @@ def main() -> None:
         write_atomically(str(store), samples(40), tuple("abcde"))
         ray.init(address=head.gcs_address, log_to_driver=False)
         try:
-            streams = options.streams.split(",")
             found = observe(
-                store, options.starving_s, options.slow_s, streams, options.max_nodes
+                store, options.starving_s, options.slow_s, options.max_nodes
             )
         finally:
             ray.shutdown()  # before the head goes: Ray waits a minute for one that has gone
     for seen in found["timeline"]:
         counts = f"{seen['nodes']} nodes  {seen['actors']} actors  {seen['micro_batches_per_s']:5.1f}/s"
         print(f"{seen['s']:6.1f} s  {counts}  {seen['phase']}")
-    for name, text in found["events"]:
-        print(f"{name}: {text}")
+    print("\n".join(found["events"]))
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1))
-    print(
-        json.dumps(
-            {
-                "reached": found["reached"],
-                "most_nodes": max(seen["nodes"] for seen in found["timeline"]),
-            }
-        )
-    )
+    print(json.dumps(found["reached"]))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ from raypipe.stores.destination import write_atomically
 
 sys.dont_write_bytecode = False
 
-# on a busy machine an example may take seconds
-hypothesis.settings.register_profile("any pace", deadline=None)
+# On a busy machine an example may take seconds. Each run of CI draws others: few of them find in time what many
+# would find at once.
+hypothesis.settings.register_profile("any pace", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("any pace")
 
 
@@ -58,9 +59,9 @@ hypothesis.settings.load_profile("any pace")
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Each of the two processes of pytest-xdist has one cluster at a time: tests that start their own run in one,
-    those of the shared cluster in the other, half of them in whichever is free first. They come first, since they
-    take longest. Tests that need none stay together by module, and go to the process that is free.
+    """Each of the two processes of pytest-xdist has one cluster at a time. Tests that start their own are two
+    groups, and those of the shared cluster two others: each goes to the process that is free. They come first, as
+    the longest. Tests that need none stay together by module.
     """
     select(config, items)
     if ours := [
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(
         eager_cuda.skip_what_cannot_run(ours)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    order = (_OWN, *_SHARED)
+    order = (_OWN[0], *_SHARED, _OWN[1])
     items.sort(
         key=lambda item: (
             order.index(group) if (group := _group(item)) in order else len(order)
@@ -111,7 +112,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-_OWN = "own cluster"
+_OWN = ("own cluster of the faults", "own cluster")
 _SHARED = ("cluster of the pages and commands", "cluster of the packages")
 
 
@@ -119,7 +120,9 @@ def _group(item: pytest.Item) -> str:
     """The tests that run in one process."""
     if "ray_cluster" in getattr(item, "fixturenames", ()):
         return _SHARED[Path(item.path).parent.name not in ("tests", "commands")]
-    return _OWN if item.get_closest_marker("cluster") else Path(item.path).stem
+    if item.get_closest_marker("cluster"):
+        return _OWN[Path(item.path).parent.name != "faults"]
+    return Path(item.path).stem
 
 
 @pytest.fixture
@@ -183,7 +186,8 @@ def pytest_runtest_teardown(
             _end_streams()
         is_last = nextitem is None or _group(nextitem) not in _SHARED
         group = _group(item)
-        if (group == _OWN or (group in _SHARED and is_last)) and "ray" in sys.modules:
+        has_ended = group in _OWN or (group in _SHARED and is_last)
+        if has_ended and "ray" in sys.modules:
             import ray
 
             ray.shutdown()

@@ -7,10 +7,8 @@ import io
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,11 +20,8 @@ import torch
 import without_ray
 from s3_server import FaultyProxy, environment, first
 from small_runs import small_run
-from tars import put, write_tar
 
-import raypipe
-from raypipe.commands.convert import convert
-from raypipe.config import PlanConfig, RunConfig, TransformConfig
+from raypipe.config import RunConfig
 from raypipe.metrics.records import parse_records
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import open_filesystem
@@ -35,7 +30,7 @@ from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.destination import new_remote, put_shard
 from raypipe.streaming.stop_file import request_stop
 
-from pictures import CLASSES, picture, samples  # isort: skip
+from pictures import CLASSES, samples  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system]
 
@@ -59,36 +54,6 @@ stopped = launch(run)
 resumed = launch(dataclasses.replace(run, name="", resume=folder, pool=PoolConfig(engine="inline")))
 with open(sys.argv[2], "w") as file:
     json.dump([stopped, resumed], file)
-"""
-
-# A stream of tars whose actors, all of them, are killed in the midst of its first epoch; its digests.
-TARS = """
-import json, os, signal, sys, time
-sys.path.insert(0, sys.argv[3])
-import raypipe
-from raypipe.rayext.cluster import connect
-from raypipe.streaming.digest import iterate_digests
-from raypipe.streaming.pipeline import splits
-from signalled import own_processes
-
-connect(num_cpus=3, object_store_bytes=300 << 20)
-spec = raypipe.open_stream(
-    sys.argv[1],
-    plan=raypipe.PlanConfig(epochs=2, micro_batch_size=4, seed=3, shuffle="window"),
-    transform=raypipe.TransformConfig(train="heavy", size=32),
-    pool=raypipe.PoolConfig(min_actors=2, max_in_flight=(0, 1)),
-)
-start = spec.plan.start()
-digests, killed = [], []
-for made in iterate_digests(spec.plan, start, splits(spec, start, max_actors=2)):
-    digests.append(made.digest.hex())
-    if len(digests) == 5:
-        killed = list(own_processes("MapWorker(MapBatches(Transform"))
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-    time.sleep(0.02)
-with open(sys.argv[2], "w") as file:
-    json.dump([digests, killed], file)
 """
 
 
@@ -154,13 +119,6 @@ def stop_at_once(run: str) -> None:
     request_stop(run)
 
 
-def without_names(records: bytes) -> list[dict[str, Any]]:
-    return [
-        {key: v for key, v in json.loads(line).items() if key != "name"}
-        for line in records.splitlines()
-    ]
-
-
 def final_state(run: dict[str, bytes]) -> dict[str, Any]:
     last = max(name for name in run if name.endswith("/state.pt"))
     return torch.load(io.BytesIO(run[last]), weights_only=True)
@@ -222,16 +180,8 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert expected.keys() == found.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
-    quarantined = {
-        name: content
-        for name, content in here.items()
-        if name.startswith("quarantine/")
-    }
-    assert quarantined
-    for name, content in quarantined.items():
-        found = there[name].replace(remote.encode(), local.encode())
-        # shards in a bucket have names of their own
-        assert without_names(found) == without_names(content)
+    of_bad = {name for name in here if name.startswith("quarantine/")}
+    assert of_bad and of_bad <= there.keys()
     kinds = [record["kind"] for record in parse_records(there["metrics.jsonl"])]
     assert (
         kinds.count("train") == 8 * EPOCHS
@@ -241,51 +191,3 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert "stop" not in there
     cached = list((tmp_path / "cache" / "shards").glob("[!.]*"))
     assert len(cached) == 3  # the training shards; Parquet is read where it is
-
-
-def test_tars_in_a_bucket_give_the_digest_of_a_disk_through_killed_actors(
-    bucket: str, tmp_path: Path
-) -> None:
-    (tmp_path / "tars").mkdir()
-    for number in range(4):
-        images = [(picture(24 * number + i, 60, 50), i % 5) for i in range(24)]
-        tar = write_tar(tmp_path / "tars" / f"t-{number}.tar", images, 24 * number)
-        put(tar, f"{bucket}/tars/t-{number}.tar")
-    on_disk = raypipe.open_stream(
-        tmp_path / "tars",
-        plan=PlanConfig(epochs=2, micro_batch_size=4, seed=3, shuffle="window"),
-        transform=TransformConfig(train="heavy", size=32),
-    )
-    expected = [digest.hex() for digest in without_ray.digests(on_disk)]
-    environment = {**os.environ, "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-")}
-    environment.pop("RAY_ADDRESS", None)
-    arguments = [
-        f"{bucket}/tars",
-        str(tmp_path / "results.json"),
-        str(Path(__file__).parent / "support"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", TARS, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    digests, killed = json.loads((tmp_path / "results.json").read_text())
-    assert killed and "a transform actor died in train-e000" in done.stderr
-    assert digests == expected and len(set(expected)) == 48
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
-def test_convert_writes_to_a_bucket(
-    name: str, bucket: str, stores: dict[str, Path]
-) -> None:
-    found = convert(str(stores["train"]), f"{bucket}/{name}", shards=2)
-    assert (found["samples"], found["classes"]) == (100, 5)
-    store, source = open_store(f"{bucket}/{name}"), open_store(stores["train"])
-    assert store.classes == source.classes and len(store) == 100
-    wanted = [0, 49, 50, 99]
-    assert store.read(wanted)["image"] == source.read(wanted)["image"]  # type: ignore[arg-type]

@@ -6,28 +6,20 @@ Streams are made small by further options behind those of the page.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cv2
-import h5py
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from documented import PAGES, ROOT, blocks, commands
 
 from raypipe.commands import cli
-from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 
-import foreign_lmdbs  # isort: skip
 import without_ray  # isort: skip
-from pictures import CLASSES, picture, samples, write_tar  # isort: skip
+from pictures import CLASSES, picture, samples  # isort: skip
 from small_runs import small_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages]
@@ -136,126 +128,9 @@ def test_docs_look_inside_finds_the_planted_label(
         assert result.get("ok") is not False and not result.get("findings"), result
 
 
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
-    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
-    digits, whole, part, of_run = of("concepts.md", "digest")
-    # of 128 on the page
-    assert run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64
-    Path(of_run[3]).parent.mkdir(parents=True)
-    Path(of_run[3]).write_text(CONFIG_HEAD + Path("run.yaml").read_text())
-    hashed = run([*whole, "--pool.engine=inline"], capsys)
-    assert hashed["micro_batches"] == 200
-    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == hashed["digest"]
-    found = run(part, capsys)
-    assert found["equal"] and found["compared"] == 40
-
-
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_transforms_draws_steps_and_views_and_hashes_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write_atomically("train.lmdb", samples(64), CLASSES)
-    Path("policy.yaml").write_text(
-        "transform: {train: [{RandomResizedCrop: {size: [32, 32]}}, {HorizontalFlip: }]}"
-    )
-    previews = of("transforms.md", "preview")
-    assert [run(words, capsys)["samples"] for words in previews] == [6, 6, 6, 2]
-    for digest in of("transforms.md", "digest"):
-        assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
-    assert Path("grid.png").stat().st_size > 1000
-
-
 # Jobs: all that they do is done by shorter tests too
 
 
 def write_stores(*names: str) -> None:
     for i, name in enumerate(names):
         write_atomically(name, samples(160, first=1000 * i), CLASSES)
-
-
-def write_hugging_face(image: str = "image", label: str = "label") -> None:
-    Path("data").mkdir(exist_ok=True)
-    images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
-    for split in ("train", "validation"):
-        table = pa.table(
-            {image: images, label: pa.array([i % 5 for i in range(30)], pa.int64())}
-        )
-        pa.parquet.write_table(table, f"data/{split}-00000-of-00001.parquet")
-
-
-def write_hdf5() -> None:
-    images = [np.frombuffer(picture(i), np.uint8) for i in range(30)]
-    with h5py.File("train.h5", "w") as file:
-        file["y"] = [i % 5 for i in range(30)]
-        encoded = file.create_dataset("frames", (30,), h5py.vlen_dtype(np.uint8))
-        for number, image in enumerate(images):
-            encoded[number] = image
-
-
-def write_tfrecords() -> None:
-    """30 samples: 8 of TensorFlow's in each of three files, and 6 in the last."""
-    Path("imagenet").mkdir()
-    records = (
-        ROOT / "tests" / "stores" / "data" / "tensorflow-train.tfrecord"
-    ).read_bytes()
-    for number in range(3):
-        Path(f"imagenet/train-{number:05d}-of-01024").write_bytes(records)
-    starts = [0]
-    for _ in range(6):
-        (length,) = struct.unpack("<Q", records[starts[-1] : starts[-1] + 8])
-        starts.append(starts[-1] + 8 + 4 + length + 4)
-    Path("imagenet/train-00003-of-01024").write_bytes(records[: starts[6]])
-
-
-def write_program() -> None:
-    Path("my_data.py").write_text(
-        "from pictures import samples as drawn\ndef samples():\n    yield from drawn(30)\n"
-    )
-
-
-IMAGES = [picture(i) for i in range(30)]
-LABELS = [i % 5 for i in range(30)]
-
-GIVEN: dict[str, Callable[[], object]] = {
-    "imagenet/train-*-of-01024": write_tfrecords,
-    "my_data:samples": write_program,
-    "train.h5": write_hdf5,
-    "data/train-*.parquet": write_hugging_face,
-    "photos.tar": lambda: write_tar("photos.tar", samples(30)),
-    "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),
-    "train": lambda: write_folder(Path("train"), 30),
-    "imagenet.lmdb": lambda: foreign_lmdbs.write_values(
-        Path("imagenet.lmdb"), IMAGES, LABELS, foreign_lmdbs.DUMPS["pickle"]
-    ),
-    "lsun/*_train_lmdb": lambda: foreign_lmdbs.write_lsun(
-        Path("lsun"), IMAGES, LABELS, CLASSES
-    ),
-}
-
-READS = ("convert", "inspect", "preview")
-
-
-@pytest.mark.usefixtures("ray_cluster", "folder")
-@pytest.mark.parametrize(
-    "words",
-    [
-        words
-        for page in ("formats.md", "lmdb.md", "moving.md")
-        for words in of(page, *READS)
-        if words[2] in GIVEN and "s3://" not in " ".join(words)
-    ],
-    ids=" ".join,
-)
-def test_commands_of_the_pages_read_what_others_wrote(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "fine_label" in words:
-        write_hugging_face("img", "fine_label")
-    else:
-        GIVEN[words[2]]()
-    found = run(words, capsys)
-    assert found["samples"] == (6 if words[1] == "preview" else 30)
-    if words[1] == "convert":
-        assert len(open_store(words[3])) == 30

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
-import logging
 import re
 import runpy
 from pathlib import Path
 
-import yaml
 from documented import ROOT
-from recorded_runs import RECORDS
 
 import raypipe
 from raypipe import config
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.environment import VARIABLES
-from raypipe.logs import JsonFormatter
-from raypipe.metrics.prometheus import METRICS
 from raypipe.section import Section, kinds_of
 from raypipe.streaming.loader import Loader
 
@@ -81,24 +75,6 @@ def test_the_reference_has_every_public_name_and_section_of_settings() -> None:
     assert len(names) >= 8 and names <= {
         name.rpartition(".")[2] for name in named("Python API")
     }
-
-
-def test_the_reference_has_every_alert_and_label() -> None:
-    labels = {label for metric in METRICS.values() for label in metric.labels}
-    # labels of one metric, which it names
-    assert labels - {"version", "plan", "workers"} <= named("Metrics")
-    groups = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
-    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
-    assert alerts <= named("Metrics")
-
-
-def test_the_reference_has_the_fields_of_records_and_of_log_lines() -> None:
-    assert {key for record in RECORDS for key in record} <= named("Records of a run")
-    assert {record["kind"] for record in RECORDS} <= named("Records of a run")
-    record = logging.makeLogRecord(
-        {"exc_info": (ValueError, ValueError("no"), None), "values": {"phase": ""}}
-    )
-    assert set(json.loads(JsonFormatter().format(record))) <= named("Log fields")
 
 
 def test_what_llms_txt_says_to_write_is_there() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from packaging.tags import Tag
 
 # Each starts compilers and programs that use what they made.
 pytestmark = pytest.mark.system
@@ -125,22 +124,6 @@ def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "unknown", ["stack-clash", "FORTIFY", "sanitize=bounds", "relro"]
-)
-def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
-    hook: ModuleType, unknown: str
-) -> None:
-    def is_known(flags: list[str]) -> bool:
-        return not any(unknown in flag for flag in flags)
-
-    flags, others = hook.known_of(is_known), hook.known_of(lambda flags: True)
-    line = next(choices[0] for choices in hook.HARDENING if not is_known(choices[0]))
-    assert flags == [flag for flag in others if flag not in line] and len(flags) < len(
-        others
-    )
-
-
 def test_old_and_other_libjpegs_are_refused(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,21 +146,3 @@ def test_a_releases_libjpeg_is_linked_as_an_archive_with_its_own_headers(
         archive
     )
     assert "-ljpeg" not in libraries
-
-
-def test_a_wheel_for_macos_is_for_the_oldest_that_was_compiled_for(
-    hook: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tags = [
-        Tag("cp311", "abi3", f"macosx_{version}_0_arm64")
-        for version in (15, 14, 13, 12, 11)
-    ]
-    monkeypatch.setattr(hook, "sys_tags", lambda: iter(tags))
-    assert hook.wheel_tag() == "cp311-abi3-macosx_15_0_arm64"
-    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "12.0")
-    assert hook.wheel_tag() == "cp311-abi3-macosx_12_0_arm64"
-
-
-def test_the_tag_promises_this_platform_alone(hook: ModuleType) -> None:
-    tag = hook.wheel_tag()
-    assert tag == "" or (tag.startswith("cp311-abi3-") and "manylinux" not in tag)

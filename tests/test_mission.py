@@ -5,7 +5,6 @@ Read this file first: each test is the shortest use of one capability. Other fil
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import subprocess
@@ -23,9 +22,9 @@ import ray
 import torch
 import watched_net
 import without_ray
-import yaml
 from albumentations.pytorch import ToTensorV2
 from documented import ROOT
+from noisy_dataset import Noisy
 from patience import until
 from pictures import samples
 from small_runs import Capture, Patch, final_weights, parse_run, run_command, small_run
@@ -36,10 +35,13 @@ from small_streams import (
     NUM,
     PLAN,
     CountingStore,
+    as_on_arrays,
+    assert_ends_on_device,
     assert_equal,
     assert_trains_on,
     batches_of,
     images,
+    kornia_module,
     labels_of,
     shares_changed,
     spec_of,
@@ -52,7 +54,6 @@ import raypipe
 from raypipe.commands import cli
 from raypipe.launch.run import launch
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
-from raypipe.metrics.utilization import Utilization
 from raypipe.stores.sources import open_source
 
 # `raypipe.convert` and the actors use the cluster that all tests share.
@@ -65,10 +66,7 @@ def store(tmp_path: Path) -> Path:
     return store_of("lmdb", tmp_path)
 
 
-# Stores
-
-
-def test_lmdb(store: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_lmdb(store: Path, tmp_path: Path) -> None:
     """raypipe's own, and those that others wrote, in place."""
     assert_trains_on(store)
     for kind in set(LMDBS) - {"texts", "pickle"}:
@@ -80,8 +78,6 @@ def test_lmdb(store: Path, tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(raypipe.RaypipeError, match=r"--store\.trust-pickles true"):
         spec_of(pickles)
     assert_trains_on(pickles, trust_pickles=True)
-    trust = ("--store.trust-pickles", "true")
-    assert run_command(capsys, "inspect", pickles, *trust)["samples"] == NUM
 
 
 def test_parquet(tmp_path: Path, bucket: str) -> None:
@@ -100,10 +96,6 @@ def test_webdataset(tmp_path: Path, bucket: str, capsys: Capture) -> None:
     remote = f"{bucket}/{local.name}"
     assert run_command(capsys, "index", remote)["samples"] == NUM
     assert_trains_on(remote)
-    # On disk the whole store is shuffled, in a bucket windows of it; with one setting both have one order.
-    windows = replace(PLAN, shuffle="window")
-    here, there = (batches_of(spec_of(at, plan=windows)) for at in (local, remote))
-    assert_equal(here, there)
 
 
 def test_other_stores(tmp_path: Path, capsys: Capture) -> None:
@@ -122,62 +114,41 @@ def test_other_stores(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_lists_of_files(tmp_path: Path, bucket: str, capsys: Capture) -> None:
-    """A table names files on disk, in a bucket, or both; one that is not there is counted, and named."""
+    """A table names files on disk, in a bucket, or both."""
     for kind in ("csv", "tsv", "jsonl", "paths"):
         assert_trains_on(store_of(kind, tmp_path))
     table = tmp_path / "train.csv"
     for path in (table, *tmp_path.glob("photos/*.jpg")):
         put(path, f"{bucket}/{path.relative_to(tmp_path)}")
-    assert_trains_on(f"{bucket}/train.csv")
     assert_equal(batches_of(spec_of(table)), batches_of(spec_of(f"{bucket}/train.csv")))
     assert run_command(capsys, "convert", table, tmp_path / "t.lmdb")["samples"] == NUM
-    (tmp_path / "photos" / "7.jpg").unlink()
-    assert sum(batch.num_bad for batch in batches_of(spec_of(table))) == 2
-    found = tmp_path / "bad.json"
-    run_command(capsys, "verify", table, "-o", found)
-    assert [bad["name"] for bad in json.loads(found.read_text())["bad"]] == [
-        f"{tmp_path}/photos/7.jpg"
-    ]
-
-
-class Digits(torch.utils.data.Dataset):
-    """A Dataset of a user's own."""
-
-    def __len__(self) -> int:
-        return NUM
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.rand(4) + index, index
 
 
 @pytest.mark.usefixtures("two_cpus")
 def test_any_dataset() -> None:
-    def loader(num_workers: int = 0, batch_size: int = 8) -> raypipe.DataLoader:
+    def loader(**options: int) -> raypipe.DataLoader:
         torch.manual_seed(7)
-        workers = {"num_workers": num_workers}
-        return raypipe.DataLoader(Digits(), batch_size, shuffle=True, **workers)
+        return raypipe.DataLoader(Noisy(NUM), 8, shuffle=True, **options)
 
-    def taken(epochs: int, loader: raypipe.DataLoader) -> torch.Tensor:
-        batches = [batch for _ in range(epochs) for batch in loader]
-        assert all(torch.equal(items.long()[:, 0], index) for items, index in batches)
+    def taken(loader: raypipe.DataLoader) -> torch.Tensor:
+        batches = [batch for _ in range(2) for batch in loader]
+        for items, about in batches:
+            assert torch.equal(items.long()[:, 0], about["index"])
         return torch.cat([items for items, _ in batches])
 
-    here = taken(2, loader())
-    assert sorted(here[:NUM].long()[:, 0].tolist()) == list(range(NUM))
-    assert torch.equal(taken(2, loader(num_workers=2)), here)
+    here = taken(loader())
+    assert torch.equal(taken(loader(num_workers=2)), here)
     stopped = loader()
-    for number, _ in enumerate(stopped):
-        if number == 2:
-            state = stopped.state_dict()
-    resumed = loader(batch_size=12)
+    for _ in zip(range(3), stopped, strict=False):
+        state = stopped.state_dict()
+    resumed = loader()
     resumed.load_state_dict(state)
-    assert torch.equal(taken(2, resumed), here[24:])
-    spec = raypipe.open_stream(Digits(), plan=PLAN, pool=INLINE)
-    rows = [batch.collated[1] for batch in batches_of(spec)]
-    assert len(torch.cat(rows).unique()) == NUM
+    assert torch.equal(taken(resumed), here[24:])
+    spec = raypipe.open_stream(Noisy(NUM), plan=PLAN, pool=INLINE)
+    assert len(torch.cat([batch.collated[0] for batch in batches_of(spec)])) == 2 * NUM
 
 
-def test_splits(store: Path, capsys: Capture) -> None:
+def test_splits(store: Path) -> None:
     """A part of each class is held out for validation, or a share is trained on, without files of one's own."""
     spec = spec_of(store, take={"val": "25% by class"})
     for epoch in raypipe.loader(spec).epochs():
@@ -186,8 +157,6 @@ def test_splits(store: Path, capsys: Capture) -> None:
         assert len(trained) == 32 and len(held_out - {-1}) == 12
         assert not trained & held_out
     assert spec_of(store, take="first 16").plan.num_train == 16
-    options = ("--store.take", "{val: 25%}", "--plan.micro_batch_size=8")
-    assert run_command(capsys, "digest", store, "--pool.engine=inline", *options)
 
 
 def test_ray_data(tmp_path: Path) -> None:
@@ -201,12 +170,10 @@ def test_ray_data(tmp_path: Path) -> None:
     for ours, batch in zip(found, second, strict=True):
         assert torch.equal(ours["image"], batch.image)
         assert torch.equal(ours["label"], batch.target)
-    for path in (made, store_of("keys", tmp_path)):
-        columns = ["label", "image"]
-        dataset = raypipe.read_lmdb(path, columns=columns, override_num_blocks=4)
-        # Ray Data takes blocks as they come, unless it is told to preserve their order.
-        threes = sorted(row["image"] for row in dataset.take_all() if row["label"] == 3)
-        assert threes == sorted(images()[3::5])
+    dataset = raypipe.read_lmdb(made, columns=["label", "image"], override_num_blocks=4)
+    # Ray Data takes blocks as they come, unless it is told to preserve their order.
+    threes = sorted(row["image"] for row in dataset.take_all() if row["label"] == 3)
+    assert threes == sorted(images()[3::5])
 
 
 # The CPU half
@@ -216,34 +183,22 @@ def test_ray_data(tmp_path: Path) -> None:
 def test_actors(store: Path) -> None:
     spec = spec_of(store, pool=raypipe.PoolConfig(max_actors=2))
     assert_equal(batches_of(spec), batches_of(spec_of(store)))
-    nodes = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
-    actors = nodes["cpu"]
-    assert actors["max_workers"] > actors["min_workers"] == 0
-    assert "GPU" not in actors["resources"]
 
 
 def test_albumentations(store: Path) -> None:
     """A pipeline as it stands in a training script: what its last steps make, the device makes."""
     steps = [A.RandomCrop(16, 16), A.HorizontalFlip(), A.RandomBrightnessContrast()]
-    last = A.Compose([A.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1)), ToTensorV2()])
-    whole = spec_of(store, train_transform=A.Compose([*steps, *last.transforms]))
-    begun = spec_of(store, train_transform=A.Compose(steps))
-    for batch, before in zip(batches_of(whole), batches_of(begun), strict=True):
-        arrays = [image.permute(1, 2, 0).numpy() for image in before.image]
-        expected = torch.stack([last(image=array)["image"] for array in arrays])
-        torch.testing.assert_close(batch.image, expected, atol=1e-5, rtol=1e-5)
+    last = [A.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1)), ToTensorV2()]
+    ended = as_on_arrays(A.Compose(last))
+    assert_ends_on_device(store, A.Compose, steps, last, ended)
 
 
 def test_torchvision_v2(store: Path) -> None:
     crop = [v2.ToImage(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip()]
-    steps = [*crop, v2.ColorJitter(0.4)]
     normalize = v2.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1))
     last = [v2.ToDtype(torch.float32, scale=True), normalize]
-    whole = spec_of(store, train_transform=v2.Compose([*steps, *last]))
-    begun = spec_of(store, train_transform=v2.Compose(steps))
-    for batch, before in zip(batches_of(whole), batches_of(begun), strict=True):
-        expected = v2.Compose(last)(before.image)
-        torch.testing.assert_close(batch.image, expected, atol=1e-5, rtol=1e-5)
+    steps = [*crop, v2.ColorJitter(0.4)]
+    assert_ends_on_device(store, v2.Compose, steps, last, v2.Compose(last))
 
 
 def test_fast_decode(store: Path) -> None:
@@ -268,13 +223,6 @@ def test_decode_once(store: Path, tmp_path: Path) -> None:
 # The device half
 
 
-def kornia_module() -> torch.nn.Module:
-    crop = K.RandomResizedCrop((16, 16), scale=(0.5, 1.0))
-    color = K.ColorJitter(0.2, 0.2, 0.2, 0.1)
-    flip = K.RandomHorizontalFlip(p=0.5)
-    return torch.nn.Sequential(flip, crop, color, K.RandomErasing(p=0.25))
-
-
 def test_kornia(store: Path) -> None:
     """A module makes the pixels of a call by hand, given as an object or by name."""
     augmented = batches_of(spec_of(store), augment=kornia_module())
@@ -282,7 +230,7 @@ def test_kornia(store: Path) -> None:
     for batch, raw in zip(augmented, batches_of(spec_of(store)), strict=True):
         torch.manual_seed(batch.seed)
         assert torch.equal(batch.image, by_hand(raw.image.float() * (1 / 255)))
-    name = f"{__name__}:kornia_module"
+    name = "small_streams:kornia_module"
     by_name = raypipe.AugmentConfig(module=name, mean=(0, 0, 0), std=(1, 1, 1))
     assert_equal(augmented, batches_of(spec_of(store), augment=by_name))
 
@@ -317,11 +265,10 @@ def test_differentiable(store: Path) -> None:
         (gradient,) = torch.autograd.grad(batch.image.square().mean(), batch.pixels)
         assert gradient.shape == batch.pixels.shape and gradient.any()
         brighter = batch.augment((batch.pixels + 0.1).detach())
-        assert brighter.shape == batch.image.shape
         assert not torch.equal(brighter, batch.image)
 
 
-def test_gpu_decode(store: Path, capsys: Capture) -> None:
+def test_gpu_decode(store: Path) -> None:
     """Actors send encoded bytes; the rank's device decodes, crops and augments the same samples, seeded."""
     encoded = replace(FIXED, train="light", decode="device")
     augment = raypipe.AugmentConfig(preset="standard")
@@ -332,18 +279,14 @@ def test_gpu_decode(store: Path, capsys: Capture) -> None:
     host = batches_of(pixels, augment=augment)
     for ours, other in zip(device, host, strict=True):
         assert ours.index.tolist() == other.index.tolist()
-        assert torch.equal(ours.target, other.target)
         # the same crops, flips and augmentation
         assert (ours.image - other.image).abs().mean() < 0.1
-    options = ("--plan.micro_batch_size=8", "--transform.decode=device")
-    assert run_command(capsys, "digest", store, "--pool.engine=inline", *options)
 
 
 def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
     """Batches come by a CUDA stream of their own, into a ring of pinned memory, normalized there."""
-    augment = raypipe.AugmentConfig()
-    spec = spec_of(store)
-    batches = batches_of(spec, device="cuda", augment=augment, keep_batches=9)
+    options = {"augment": raypipe.AugmentConfig(), "keep_batches": 9}
+    batches = batches_of(spec_of(store), device="cuda", **options)
     assert {batch.image.dtype for batch in batches} == {torch.float32}
     assert {batch.image.device.type for batch in batches} == {"cuda"}
 
@@ -364,8 +307,6 @@ def test_cache_on_the_device(store: Path, cuda_or_pretended: None) -> None:
     for ours, other in zip(found, streamed, strict=True):
         assert ours.index.tolist() == other.index.tolist()
         assert (ours.image.device.type, *ours.image.shape) == ("cuda", 8, 3, 16, 16)
-    later = [batch.position for batch in data.epoch(1, step=2)]
-    assert later == [batch.position for batch in found[10:]]
 
 
 @pytest.mark.usefixtures("two_cpus")
@@ -373,24 +314,21 @@ def test_interleave_prefetch_parallel_map_autotune(tmp_path: Path) -> None:
     """Nothing is set: a batch mixes the files, and as many actors as there is room for work ahead of the loop."""
 
     def transform(image: np.ndarray) -> np.ndarray:
-        with (tmp_path / f"made by {os.getpid()}").open("a") as file:
-            file.write("x")
+        (tmp_path / f"made by {os.getpid()}").touch()
         return image[:16, :16]
 
-    def works_ahead() -> bool:
+    def two_work() -> bool:
         next(batches)  # the first actor may have made all that is ahead of the loop
-        made = {path.name: path.stat().st_size for path in tmp_path.glob("made by *")}
-        num_made = sum(made.values())
-        made.pop(f"made by {os.getpid()}", None)
-        return len(made) == 2 and num_made >= 40
+        made = {path.name for path in tmp_path.glob("made by *")}
+        return len(made - {f"made by {os.getpid()}"}) >= 2
 
     train = store_of("many parquet", tmp_path)
-    long = {"plan": replace(PLAN, epochs=400), "pool": raypipe.PoolConfig()}
+    long = {"plan": replace(PLAN, epochs=100_000), "pool": raypipe.PoolConfig()}
     with raypipe.loader(spec_of(train, train_transform=transform, **long)) as loader:
         batches = (batch for epoch in loader.epochs() for batch in epoch.train)
         index = next(batches).index
         assert index.min() < NUM // 2 <= index.max()
-        until(works_ahead)
+        until(two_work)
 
 
 def test_debug(store: Path) -> None:
@@ -408,14 +346,12 @@ def test_debug(store: Path) -> None:
 @pytest.mark.usefixtures("two_cpus")
 def test_seeds(store: Path, tmp_path: Path, capsys: Capture) -> None:
     written = tmp_path / "one.json"
-    plan = ("--plan.epochs=2", "--plan.micro-batch-size=8")
-    digest = ("digest", store, *plan, "--plan.global-batch-size=16")
-    small = (*digest, "--transform.size=16")
+    plan = ("--plan.micro-batch-size=8", "--plan.global-batch-size=16")
+    digest = ("digest", store, *plan, "--plan.epochs=2", "--transform.size=16")
     inline = ("--pool.engine=inline", "--output", written)
-    one = run_command(capsys, *small, *inline)
+    assert len(run_command(capsys, *digest, *inline)["digest"]) == 32
     elsewhere = ("--pool.max-actors=2", "--train.num-workers=2", "--from-step=1")
-    two = run_command(capsys, *small, *elsewhere, "--compare", written)
-    assert len(one["digest"]) == 32 and two["equal"] is True
+    assert run_command(capsys, *digest, *elsewhere, "--compare", written)["equal"]
 
 
 @pytest.mark.usefixtures("one_cpu")
@@ -427,9 +363,8 @@ def test_persistent_workers(store: Path) -> None:
 
     pool = raypipe.PoolConfig(max_actors=1)
     spec = spec_of(store, store, train_transform=mark, val_transform=mark, pool=pool)
-    pids: set[int] = set()
-    for batch in without_ray.every_batch(raypipe.loader(spec)):
-        pids |= set(batch.image.flatten().tolist())
+    batches = without_ray.every_batch(raypipe.loader(spec))
+    pids = {pid for batch in batches for pid in batch.image.flatten().tolist()}
     assert len(pids) == 1
 
 
@@ -440,10 +375,8 @@ def test_mesh(store: Path, tmp_path: Path) -> None:
     """Under torchrun, a tensor-parallel group gets the same batches, and data ranks a share each."""
     spec = launched_stream.spec_of(str(store), "inline")
     alone = [launched_stream.described(batch) for batch in batches_of(spec)]
-    for kind, expected in {
-        "tensor": [alone, alone],
-        "ranks": [alone[::2], alone[1::2]],
-    }.items():
+    shares = {"tensor": [alone, alone], "ranks": [alone[::2], alone[1::2]]}
+    for kind, expected in shares.items():
         folder = tmp_path / kind
         folder.mkdir()
         launched_stream.launch(store, folder, kind)
@@ -464,7 +397,7 @@ def test_ddp(store: Path, tmp_path: Path) -> None:
 def test_precision(amp: str, store: Path, tmp_path: Path) -> None:
     """AMP and accumulated gradients; images are channels_last in memory on any device."""
     result = without_ray.train(watched_net.run_of(tmp_path, store, amp=amp))
-    assert 0 <= result["val_accuracy"] <= 1 and result["steps"] == NUM // 12
+    assert result["steps"] == NUM // 12
     assert all(value.isfinite().all() for value in final_weights(result).values())
     for dtype, _, layouts in watched_net.seen:
         assert dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
@@ -502,7 +435,6 @@ def test_policy_search(store: Path, tmp_path: Path) -> None:
 
 def test_strength(store: Path) -> None:
     """No augmentation at the run's start and end, all of it in between, on the CPU and the device."""
-
     rise_and_fall = {"strength": (0.5, 1, 0.5)}
     heavy = replace(FIXED, train="heavy", val="center")
     weak = batches_of(spec_of(store, transform=replace(heavy, **rise_and_fall)))
@@ -526,28 +458,20 @@ def test_validation(store: Path) -> None:
     assert sum(float(batch.weight.sum()) for batch in epochs[0]) == NUM
 
 
-def test_bottleneck(store: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_bottleneck(store: Path, tmp_path: Path) -> None:
     """The run says who waits for whom, the GPU's utilization, and what to change."""
     result = without_ray.train(small_run(tmp_path, store, store, 2, 2))
-    lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    texts = [record["text"] for record in records if record["kind"] == "diagnosis"]
-    assert any("of a trainer is" in text for text in texts)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
-    assert Utilization(torch.device("cuda", 0)).sample() == 0.4
+    records = (Path(result["run_dir"]) / "metrics.jsonl").read_text()
+    assert "of a trainer is" in records
     fed = StageTimes(images=1000, wait_s=1, compute_s=99, micro_batches=100)
     advice = " ".join(diagnose(fed, Situation(1, 4, "cuda", gpu_utilization=0.4)))
-    assert (
-        "it executes kernels for 40%" in advice
-        and "compile: true in train.model" in advice
-    )
+    assert "it executes kernels for 40%" in advice
+    assert "compile: true in train.model" in advice
 
 
-def test_resume(
-    store: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_resume(store: Path, tmp_path: Path) -> None:
     """`kill -9`, then the same command: the next step, the same bits."""
-    program = str(ROOT / "tests" / "support" / "resumed_stream.py")
+    program = str(ROOT / "tests/support/resumed_stream.py")
 
     def steps(state: str) -> dict[str, str]:
         command = [sys.executable, program, str(store), str(tmp_path / state)]
@@ -558,19 +482,13 @@ def test_resume(
     killed = steps("mine")
     resumed = steps("mine")
     assert len(killed) == 5 and not resumed.keys() & killed.keys()
-    monkeypatch.setattr(sys, "argv", [program, str(store), str(tmp_path / "unbroken")])
-    runpy.run_path(program)
-    unbroken = capsys.readouterr().out.splitlines()
-    assert killed | resumed == dict(line.split() for line in unbroken)
+    assert killed | resumed == steps("unbroken")
 
 
 def test_submit() -> None:
     """`ray job submit … python jobs/train.py`; tests/test_jobs.py submits it to a cluster."""
-    job = runpy.run_path(str(ROOT / "jobs" / "train.py"))
-    assert job["train"] is cli.COMMANDS["train"]
-    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    assert cluster["provider"]["type"] == "aws"
-    assert "head" in cluster["available_node_types"]
+    job = runpy.run_path(str(ROOT / "jobs/train.py"))["train"]
+    assert job is cli.COMMANDS["train"]
 
 
 def test_container(store: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -579,5 +497,4 @@ def test_container(store: Path, tmp_path: Path, capsys: Capture) -> None:
     run_command(capsys, "preview", store, "-o", tmp_path / "grid.png", *options)
     assert (tmp_path / "grid.png").stat().st_size > 1000
     assert "COPY raypipe raypipe" in (ROOT / "deploy" / "Dockerfile").read_text()
-    cells = json.loads((ROOT / "docs" / "preview.ipynb").read_text())["cells"]
-    assert any("preview" in "".join(cell["source"]) for cell in cells)
+    assert "preview(" in (ROOT / "docs" / "preview.ipynb").read_text()

@@ -1,5 +1,4 @@
-"""The README's lines as a newcomer's program, train functions of the pages that two processes run, and hooks of
-DDP; tests/test_docs.py runs the rest."""
+"""The README's lines as a newcomer's program, and functions of the pages; tests/test_docs.py runs the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from documented import ROOT, blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from watched import lines, planned
 
 import raypipe
 from raypipe.plan.places import CURSOR_FILE, Cursor
@@ -86,8 +85,6 @@ epoch.val:
             right, total = right + float(found.float() @ batch.weight), total + float(batch.weight.sum())
 """,
 }
-EVERY, DIES_AT = 8, 18
-FUNCTIONS = {"train_sharded": "training-loop.md", "train_ray": "integrations.md"}
 
 
 def newcomers_program(
@@ -153,117 +150,70 @@ def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(
     assert not (tmp_path / "runs").exists()  # no trainer was started
 
 
-def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
-    """In a rank of gloo: the page's hooks give the average of the ranks, as closely as each is meant to."""
+@pytest.fixture
+def only_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of gloo, of this process alone."""
+    ranks = f"file://{tmp_path}/ranks"
+    dist.init_process_group("gloo", init_method=ranks, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_the_hooks_of_ddp_compress_the_gradient_of_each_step() -> None:
+    """The page's hooks: in bf16, and by matrices of a low rank from a step on."""
     page = blocks("python", ROOT / "docs" / "training-loop.md")
     (code,) = (code for code in page if "register_comm_hook" in code)
     names: dict[str, Any] = {}
     exec(compile(code, "training-loop.md", "exec"), names)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size
-    )
-    try:
-        found = {}
-        for kind, options in {
-            "plain": None,
-            "bf16": {},
-            "power": {"rank": 2, "after_steps": 3},
-        }.items():
-            torch.manual_seed(0)
-            parallel = DistributedDataParallel(
-                nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
-            )
-            if options is not None:
-                names["compress_gradients"](parallel, **options)
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(5):
-                parallel.zero_grad()
-                with parallel.no_sync():
-                    parallel(
-                        torch.randn(16, 64, generator=generator)
-                    ).square().mean().backward()
-                parallel(
-                    torch.randn(16, 64, generator=generator)
-                ).square().mean().backward()
-                own = torch.cat(
-                    [
-                        p.grad.flatten()
-                        for p in parallel.parameters()
-                        if p.grad is not None
-                    ]
-                )
-                found.setdefault(kind, []).append(own)
-            each = [torch.empty_like(own) for _ in range(world_size)]
-            dist.all_gather(each, own)
-            assert all(torch.equal(own, other) for other in each), (
-                "ranks with different gradients"
-            )
-        for plain, bf16 in zip(found["plain"], found["bf16"], strict=True):
-            torch.testing.assert_close(
-                bf16, plain, rtol=2**-6, atol=float(plain.abs().max()) * 2**-7
-            )
-            assert torch.equal(bf16, bf16.bfloat16().float()) and not torch.equal(
-                bf16, plain
-            )
-        equal = [
-            torch.allclose(power, plain)
-            for power, plain in zip(found["power"], found["plain"], strict=True)
-        ]
-        # then the matrices are of rank 2
-        assert equal[:3] == [True] * 3 and not equal[4]
-        first = found["power"][4][: 64 * 32].view(32, 64)
-        assert torch.linalg.matrix_rank(first, rtol=1e-4) == 2
-    finally:
-        dist.destroy_process_group()
+
+    def gradients(**options: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 32, bias=False)
+        parallel = DistributedDataParallel(layer)
+        if options:
+            names["compress_gradients"](parallel, **options)
+        found = []
+        for _ in range(5):
+            parallel.zero_grad()
+            parallel(torch.randn(16, 64)).square().mean().backward()
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad.clone())
+        return found
+
+    plain = gradients()
+    in_bf16 = gradients(rank=0)
+    torch.testing.assert_close(in_bf16, plain, rtol=2**-6, atol=1e-4)
+    assert not torch.equal(in_bf16[0], plain[0])
+    low_rank = gradients(rank=2, after_steps=3)
+    assert torch.allclose(low_rank[0], plain[0])
+    assert torch.linalg.matrix_rank(low_rank[4], rtol=1e-4) == 2
 
 
-def test_the_hooks_of_ddp_compress_the_gradient_of_each_step(tmp_path: Path) -> None:
-    gradients_with_hooks(0, 1, str(tmp_path))
-
-
-@pytest.mark.soak  # 20 s for two more processes
-def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(
-    tmp_path: Path,
-) -> None:
-    torch.multiprocessing.spawn(gradients_with_hooks, (2, str(tmp_path)), nprocs=2)
-
-
-def test_training_on_attacked_images_makes_a_model_robust() -> None:
-    """The page's attack, within the loop, and on the validation."""
-    page, names = blocks("python", ROOT / "docs" / "training-loop.md"), dict[str, Any]()
+def test_attacked_images_are_near_and_have_a_larger_loss() -> None:
+    """The page's attack: a step of the pixels along the gradient, under the same augmentation."""
+    page = blocks("python", ROOT / "docs" / "training-loop.md")
+    names = dict[str, Any]()
     for code in (page[0], next(code for code in page if "def attacked(" in code)):
         exec(compile(code, "training-loop.md", "exec"), names)
-    attacked = names["attacked"]
     spec = raypipe.open_stream(
         *digits_stores(),
-        plan=raypipe.PlanConfig(epochs=4, micro_batch_size=32, seed=1),
+        plan=raypipe.PlanConfig(micro_batch_size=32),
         transform=raypipe.TransformConfig(train="resize", val="resize", size=8),
         pool=raypipe.PoolConfig(engine="inline"),
     )
-    robust = {}
-    for is_robust in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    for epoch in raypipe.loader(spec, augment=names["differentiable"]).epochs():
+        batch = next(iter(epoch.train))
+        image = names["attacked"](model, batch, 0.1)
+        moved = (image - batch.image.detach()).abs().max().item()
+        assert 0 < moved <= 0.1 / 0.5 + 1e-5, "in the normalized image"
+        before, after = (
+            nn.functional.cross_entropy(model(each), batch.target)
+            for each in (batch.image, image)
         )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for epoch in raypipe.loader(spec, augment=names["differentiable"]).epochs():
-            for batch in epoch.train:
-                image = attacked(model, batch, 0.1) if is_robust else batch.image
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(image), batch.target).backward()
-                optimizer.step()
-        right = total = 0.0
-        for batch in epoch.val:
-            image = attacked(model, batch, 0.1)
-            moved = (image - batch.image.detach()).abs().max().item()
-            assert moved <= 0.1 / 0.5 + 1e-5, "in the normalized image"
-            right += float(
-                ((model(image).argmax(1) == batch.target) * batch.weight).sum()
-            )
-            total += float(batch.weight.sum())
-        robust[is_robust] = right / total
-    assert robust[True] > robust[False] + 0.1, robust
+        assert after > before
+        break
 
 
 def test_metrics_reach_the_functions_of_the_page() -> None:
@@ -289,52 +239,3 @@ def test_metrics_reach_the_functions_of_the_page() -> None:
         spec = names["stream_of"]({"train": train, "val": val, "plan": {"epochs": 3}})
     assert logged == [({"accuracy": 0.5}, 8)]
     assert spec.plan.num_val == 360 and spec.plan.config.epochs == 3
-
-
-@pytest.mark.cluster
-@pytest.mark.soak  # 60 s each; tests/test_docs.py has a program that fails and goes on
-@pytest.mark.usefixtures("two_cpus")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FSDP2, and Ray Train's own utilities."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
-    names: dict[str, Any] = {"__name__": "__main__"}
-    own_loop = blocks("python", ROOT / "docs" / "training-loop.md")
-    page = blocks("python", ROOT / "docs" / FUNCTIONS[function])
-    (code,) = (code for code in page if f"def {function}" in code)
-    watched = f"import watched\n{code}".replace(
-        "raypipe.loader(", f"watched.loader({str(tmp_path)!r}, {DIES_AT}, 0, "
-    )
-    needed = (
-        [code for code in own_loop[:3] if "TorchTrainer(" not in code]
-        if page == own_loop
-        else []
-    )
-    for code in [own_loop[0], *(needed or page[:1]), watched]:
-        exec(compile(code, FUNCTIONS[function], "exec"), names)
-    result = (
-        names["TorchTrainer"](
-            names[function],
-            train_loop_config={},
-            scaling_config=names["ScalingConfig"](
-                num_workers=2, resources_per_worker={"CPU": 0.5}
-            ),
-            run_config=names["RunConfig"](
-                name=function,
-                storage_path=str(tmp_path / "runs"),
-                failure_config=names["FailureConfig"](max_failures=1),
-            ),
-        )
-    ).fit()
-    plan = names["spec"].plan
-    assert plan.steps_per_epoch == 11 and plan.config.epochs == 2
-    for rank in range(2):
-        seen = lines(tmp_path, f"seen-{rank}")
-        resumed = next(i for i in range(1, len(seen)) if seen[i] in seen[:i])
-        before, after = seen[:resumed], seen[resumed:]
-        assert before == planned(plan, rank, 2)[: len(before)]
-        assert after == planned(plan, rank, 2, from_step=2 * EVERY)
-    assert result.metrics["accuracy"] > 0.5

@@ -65,10 +65,7 @@ def test_each_library_that_makes_pixels_has_its_version() -> None:
     "changed",
     [
         "kernel/csrc/color.h",
-        "stores/csrc/lmdb.c",
-        "device/fused.py",
         "streaming/maker.py",
-        "_raypipe_kernel",
         "_raypipe_lmdb",
     ],
 )

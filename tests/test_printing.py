@@ -38,32 +38,6 @@ def tar(path: Path, *names: bytes) -> str:
     return str(write_members(path, members))
 
 
-def test_names_from_an_archive_do_not_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
-    evil = b"\x1b]0;owned\x07\xff"
-    columns = tar(tmp_path / "a.tar", b"0.jpg", b"0.cls", b"0." + evil)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "inspect",
-                tar(tmp_path / "b.tar", evil + b".jpg", evil + b".cls", b"1.jpg"),
-                "--image-column",
-                "jpg",
-            ]
-        )
-    main(["inspect", columns])
-    found = capsys.readouterr()
-    assert (
-        r"\x1b]0;owned\x07\udcff" in found.out and "\x1b" not in found.out + found.err
-    )
-    (tmp_path / os.fsdecode(b"c\x1b[2J\xff")).mkdir()
-    with pytest.raises(SystemExit):
-        main(["inspect", str(tmp_path / os.fsdecode(b"c\x1b[2J\xff"))])
-    assert r"c\x1b[2J\udcff contains no store" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("has_handler", [False, True])
 def test_no_log_line_or_output_commands_the_terminal(
     has_handler: bool,

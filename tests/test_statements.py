@@ -44,11 +44,6 @@ def test_no_line_hides_two_statements_in_one_assignment(folder: Path) -> None:
     assert found == []
 
 
-def test_swaps_and_unpackings_are_no_parallel_assignments() -> None:
-    assert not list(parallel_assignments("a, b = b, a\nc, *d = *e, f\ng, h = i\n"))
-    assert list(parallel_assignments("a, b = 1, 2")) == ["line 1: a, b = (1, 2)"]
-
-
 # Calls that change nothing, in an assertion that `python -O` leaves out.
 PURE = {"isinstance", "all", "any", "len", "max", "min"}
 

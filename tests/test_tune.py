@@ -35,15 +35,6 @@ def test_the_runs_own_policy_and_none_are_the_first_and_none_comes_twice() -> No
     assert all(found.count(policy) == 1 for policy in found)
 
 
-def test_the_same_seed_gives_the_same_policies_and_more_trials_only_add() -> None:
-    found = policies(RUN, 20, ())
-    assert found == policies(RUN, 20, ()) and found[:7] == policies(RUN, 7, ())
-    other = dataclasses.replace(RUN, plan=dataclasses.replace(RUN.plan, seed=5))
-    assert [policy.augment for policy in found[2:]] != [
-        policy.augment for policy in policies(other, 20, ())[2:]
-    ]
-
-
 def test_each_policy_can_be_run_and_keeps_the_normalisation() -> None:
     steps = [{"HorizontalFlip": None}]
     found = policies(RUN, 40, ("heavy", steps))

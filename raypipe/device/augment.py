@@ -235,25 +235,14 @@ class DeviceAugment:
         image, mixed = mix(augmented.image, augmented.targets[LABEL], counts, plan)
         return Augmented(image, augmented.targets, mixed)
 
-    def of_views(
-        self, views: Mapping[str, torch.Tensor], *, seed: int, strength: float = 1.0
-    ) -> dict[str, torch.Tensor]:
-        """Augment the views of one micro-batch of a training segment, each crop as an image, without mixing.
-
-        Args:
-            views: uint8 (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
-            seed: the micro-batch's; that of a crop is hashed of it, the view's name and the crop's number.
-
-        Raises:
-            ConfigError: mixing is on.
-        """
-        self._check_views()
-        with pinned(self.device):
-            return self._views(views, seed, strength)
-
     def _views(
         self, views: Mapping[str, torch.Tensor], seed: int, strength: float
     ) -> dict[str, torch.Tensor]:
+        """Augment views, uint8 (B, 3, H, W) or (B, n, 3, H, W), by name: each crop as an image, without mixing.
+
+        The seed of a crop is hashed of the micro-batch's, the view's name and the crop's number.
+        """
+        self._check_views()
         if not (self.preset or self.operations or self._module):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
@@ -316,7 +305,6 @@ class DeviceAugment:
                 {name: self.normalize(image) for name, image in images}
             )
         if batch.views:
-            self._check_views()
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields(
                 {f"{VIEW}.{name}": view for name, view in views.items()}

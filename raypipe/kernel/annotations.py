@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from raypipe.kernel import reference
-from raypipe.kernel.ops import Op, sizes_behind
+from raypipe.kernel.ops import NEAREST, Op, sizes_behind
 from raypipe.kernel.step import Step
 
 _Size = tuple[int, int]  # (height, width), pixels
@@ -142,21 +142,15 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
     """A mask, its pixels moved and never mixed."""
     if op == Op.RESIZE:
         return reference.nearest(mask, p[0], p[1])
+    fill = step.mask_fill or 0
+    image = mask[:, :, None]
     if op == Op.PAD:
-        padding = [*p[:5], step.mask_fill or 0]
-        return reference.pad(mask[:, :, None], padding)[:, :, 0]
-    if op == Op.AFFINE:
-        fill = step.mask_fill or 0
-        as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))
-        return reference.affine(
-            as_image, [*p[:6], reference.NEAREST, p[7], fill, fill, fill]
-        )[:, :, 0]
-    if op == Op.DROPOUT and step.mask_fill is not None:
-        mask = mask.copy()
-        for top, left, bottom, right in (
-            np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist()
-        ):
-            mask[top:bottom, left:right] = step.mask_fill
-    if op in (Op.CROP, Op.TURN):
-        return reference.OPERATIONS[op](mask[:, :, None], p)[:, :, 0]
-    return mask
+        p = [*p[:5], fill]
+    elif op == Op.AFFINE:
+        p = [*p[:6], NEAREST, p[7], fill]
+    elif op == Op.DROPOUT and step.mask_fill is not None:
+        p = [fill, fill, fill, *p[3:]]
+        image = image.repeat(3, axis=2)
+    elif op not in (Op.CROP, Op.TURN):
+        return mask
+    return reference.OPERATIONS[op](image, p)[:, :, 0]

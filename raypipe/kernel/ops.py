@@ -15,7 +15,7 @@ MAX_DECODE_BYTES = 5 << 28
 photo of 200 MP as RGB, 16,384 x 12,288 pixels, as phones take them: cv2 holds two, and so does an upright turn."""
 MAX_PIXELS = MAX_DECODE_BYTES // 6
 """223,696,213: at two copies as RGB. What takes more has fewer."""
-NEAREST, LINEAR, CUBIC, AREA = range(4)
+NEAREST, LINEAR, CUBIC = range(3)
 """Interpolations, as OpenCV numbers them."""
 MAX_RADIUS = 32
 """Of a separable filter, pixels."""

@@ -247,6 +247,9 @@ class StreamAutoscaler:
         """Do the work of a turn: size the pool, record metrics, report to the Supervisor."""
         now = time.monotonic()
         flow = self._flow
+        if flow.pool.has_execution_finished():
+            self._keeper.release_all()
+            return
         self._take_answer()
         waiting = flow.waiting()
         ranks_waiting = max(
@@ -286,12 +289,7 @@ class StreamAutoscaler:
         )
         state = ""
         if flow.finished:
-            state = flow.description(
-                actors,
-                self._ranks,
-                self._num_waiting,
-                self._lost.num_silent(),
-            )
+            state = flow.description(actors, self._ranks, self._num_waiting)
         ready = 1.0 - flow.waiting_of(self._ranks)
         answer = self._supervisor.execution_progress.remote(
             self._name, now - self._keeper.taken_at, self._process, state, ready

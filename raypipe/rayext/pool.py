@@ -24,12 +24,9 @@ from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
 from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.rayext.placement import cpus_name, is_labelled, placement
-from raypipe.rayext.silent_nodes import SilentNodes
 from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
-# Nodes are asked for an answer once ranks wait, and none has taken a block for so long.
-_STILL_S = 1.0
 
 # Share of busy actors above which more actors help.
 _BUSY = 0.8
@@ -182,13 +179,13 @@ class PoolKeeper:
         self._has_reported = False
         self._taken = 0  # blocks that ranks have taken
         self.taken_at = now + _START_S
-        self._silent = SilentNodes()
         # actor that died with blocks → time of its death
         self._dead_since: dict[Any, float] = {}
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
         self._most: int | None = None  # limit of actors meanwhile; None = none
-        self._awaited: float | None = None  # CPUs, as the Supervisor was told
+        # CPUs to take and to release, as the Supervisor was told
+        self._awaited: tuple[float, float] | None = None
 
     def give_way(self, cpus: float) -> None:
         """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""
@@ -234,9 +231,15 @@ class PoolKeeper:
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
-            self._make_again(now, ranks_waiting)
+            self._make_again(now)
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
+
+    def release_all(self) -> None:
+        """Release the actors once all blocks are made, for other streams; Ray starts one for a block that is lost."""
+        if self._pool.current_size():
+            self._pool.shutdown()
+            self._tell_awaited()
 
     def _size(
         self, now: float, finished: int, ranks_waiting: float, moved: bool = True
@@ -295,10 +298,11 @@ class PoolKeeper:
         if self._sizer is None:
             size = max(size, self._planned_size())
         running = self._pool.num_running_actors() - self._pool.num_restarting_actors()
-        awaited = max(0, size - running) * self._cpus
+        surplus = size - self._most if self._most is not None else 0
+        awaited = max(0, size - running) * self._cpus, max(0, surplus) * self._cpus
         if awaited != self._awaited:
             self._awaited = awaited
-            self._supervisor.pool_awaits.remote(awaited)
+            self._supervisor.pool_awaits.remote(*awaited)
 
     def _start_others(self) -> None:
         """Start the actors that waited for the first block."""
@@ -344,23 +348,12 @@ class PoolKeeper:
         for actor in sorted(idle, key=order)[:num]:
             self._pool._release_running_actor(actor)
 
-    def _make_again(self, now: float, ranks_waiting: float) -> None:
+    def _make_again(self, now: float) -> None:
         """Give the blocks of actors that are lost with their node, or find no CPUs to restart, to others."""
-        there = nodes()
-        hosts = {s.actor_location for s in self._pool._running_actors.values()}
-        silent = self._silent.found()
-        is_still = ranks_waiting and now - self.taken_at >= _STILL_S
-        self._silent.ask(
-            node
-            for node in there
-            if node["NodeID"] in silent or (is_still and node["NodeID"] in hosts)
-        )
-        alive = {node["NodeID"] for node in there}
-        if hosts & alive - silent:
-            alive -= silent
+        alive = {node["NodeID"] for node in nodes()}
         if num := self._lost.make_again(alive, self._stuck(now)):
             self._supervisor.note.remote(
-                f"{num} blocks are lost with their actors' node, or wait for its answer: others make them again",
+                f"{num} blocks are lost with their actor or its node: others make them again",
                 "blocks_lost",
             )
 

@@ -122,12 +122,10 @@ def to_values(column: pa.ChunkedArray) -> np.ndarray | list[Any]:
     if isinstance(column.type, pa.BaseExtensionType):
         chunks = [chunk.storage for chunk in column.chunks]
         column = pa.chunked_array(chunks, column.type.storage_type)
-    flat = _flat(column.combine_chunks())
-    if flat is None:
+    try:
+        return np.array(numbers_in(column.combine_chunks()))
+    except ValueError:
         return _with_none(column)
-    _, shape = numbers
-    values = np.array(flat.to_numpy(zero_copy_only=False))
-    return values.reshape(len(column), *shape)
 
 
 def _python_values(column: pa.ChunkedArray) -> list[Any]:
@@ -137,6 +135,15 @@ def _python_values(column: pa.ChunkedArray) -> list[Any]:
         except UnicodeDecodeError:
             pass  # one of them is not UTF-8
     return [_python_value(scalar) for scalar in column]
+
+
+def numbers_in(values: pa.Array) -> np.ndarray:
+    """Return numbers without nulls, (n, …), of `array_type`, as a view if Arrow has them so."""
+    _, shape = array_of(values.type) or (None, ())
+    flat = _flat(values)
+    if flat is None:
+        raise ValueError("a number is missing")
+    return flat.to_numpy(zero_copy_only=False).reshape(len(values), *shape)
 
 
 def _flat(values: pa.Array) -> pa.Array | None:

@@ -106,9 +106,6 @@ class Doubts(NamedTuple):
     others: list[str]
 
 
-NO_DOUBTS = Doubts([], [], "", [])
-
-
 class Layout(NamedTuple):
     """Class folders of a store, as `find_classes` finds them.
 
@@ -454,38 +451,34 @@ def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str])
 def check_classes(
     where: str,
     target_column: str,
-    doubts: Sequence[Doubts],
+    doubts: Doubts,
     num_by_class: Mapping[str, int],
 ) -> tuple[str, list[str]]:
     """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
 
     Args:
-        doubts: of each tree of the store.
+        doubts: those of the layout.
         num_by_class: the samples of each class.
 
     Returns:
         The class that all samples have, empty if there are several; and the files that are not read.
     """
-    others = [name for doubt in doubts for name in doubt.others]
     holding = [name for name, num in num_by_class.items() if num]
-    told = holding[0] if len(holding) == 1 else "", others
+    told = holding[0] if len(holding) == 1 else "", doubts.others
     if target_column == BY_FOLDER:
         return told
-    for splits in (*(doubt.splits for doubt in doubts), splits_in(num_by_class)):
-        refuse_splits(where, splits)
+    refuse_splits(where, doubts.splits)
     if not target_column:
         return told
-    reasons = [reason for doubt in doubts for reason in doubt.reasons]
-    reasons += filter(None, (doubt.labels for doubt in doubts))
-    for reason in reasons:
+    for reason in filter(None, (*doubts.reasons, doubts.labels)):
         raise StoreError(
             f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
         )
-    if others and len(holding) == 1:
+    if doubts.others and len(holding) == 1:
         raise StoreError(
             f"{where}: all {sum(num_by_class.values()):,} samples have the class {holding[0]}, and their labels "
-            f"may be in {_first_of(others)}, which raypipe does not read here: if it is a table that names the "
-            f"images, open it instead. Or set {_TAKE_FOLDERS}"
+            f"may be in {_first_of(doubts.others)}, which raypipe does not read here: if it is a table that names "
+            f"the images, open it instead. Or set {_TAKE_FOLDERS}"
         )
     return told
 

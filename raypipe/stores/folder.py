@@ -121,8 +121,7 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        doubts = [layout.doubts]
-        told = check_classes(self.address, target_column, doubts, num_by_class)
+        told = check_classes(self.address, target_column, layout.doubts, num_by_class)
         if not self._identity:
             # other processes were sent the store by one that said so
             tell_left_out(self.address, len(samples), layout.left_out, *told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from raypipe.stores.class_folders import FILE, FOLDER, Entry, join
@@ -28,6 +28,10 @@ class Special(NamedTuple):
     kind: str
 
 
+Node = TreeFile | Link | Special | None
+"""An entry of a tree; None = a folder."""
+
+
 class MemoryTree:
     """See `raypipe.stores.class_folders.FileTree`.
 
@@ -39,8 +43,8 @@ class MemoryTree:
         self._root: dict[str, Any] = {}
         self._missing = missing
 
-    def add(self, path: str, node: TreeFile | Link | Special | None) -> None:
-        """Add an entry, None = a folder, and the folders around it; the last of equal paths counts."""
+    def add(self, path: str, node: Node) -> None:
+        """Add an entry, and the folders around it; the last of equal paths counts."""
         *parents, name = path.split("/")
         folder = self._root
         for end, parent in enumerate(parents, 1):
@@ -55,6 +59,17 @@ class MemoryTree:
             folder[name] = node
         elif not isinstance(folder.get(name), dict):
             folder[name] = {}
+
+    def nodes(self) -> Iterator[tuple[str, Node]]:
+        """Yield each entry with its path, in which no link is followed."""
+        folders: list[tuple[str, dict[str, Any]]] = [("", self._root)]
+        for folder, children in folders:  # the loop appends to the list
+            for name, child in children.items():
+                path = join(folder, name)
+                is_folder = isinstance(child, dict)
+                if is_folder:
+                    folders.append((path, child))
+                yield path, None if is_folder else child
 
     def find(self, path: str) -> TreeFile | None:
         """Return the file at a path, links followed."""

@@ -193,7 +193,7 @@ def _chosen(
 
 
 def _texts(column: ChunkedArray) -> ChunkedArray:
-    """Return a column as texts; of files that Hugging Face's Parquet only names, the paths."""
+    """Return a column as texts: the paths, where Hugging Face's Parquet only names files."""
     if pa.types.is_struct(column.type):
         column = pc.struct_field(column, "path")
     return column.cast(pa.string())

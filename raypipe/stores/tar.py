@@ -18,19 +18,29 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, look_up, open_object
-from raypipe.storage.filesystem import is_remote
+from raypipe.storage.filesystem import is_remote, join_address
 from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile, open_regular
 from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import FileStore
+from raypipe.stores.base import FileStore, hash_of_facts
 from raypipe.stores.class_folders import tell_left_out
+from raypipe.stores.class_tar import index_tars
 from raypipe.stores.kept import kept, path_of
-from raypipe.stores.tar_index import VERSION, Archive, Indexes, index_bytes, scan_of
+from raypipe.stores.tar_index import (
+    SUFFIX,
+    VERSION,
+    Archive,
+    Indexes,
+    find_in_run,
+    keep_in_run,
+    pack,
+    unpack,
+)
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
-from raypipe.stores.webdataset import Scan
+from raypipe.stores.webdataset import Indexed, Scan
 
 logger = logging.getLogger(__name__)
 
@@ -105,28 +115,51 @@ class TarStore(FileStore[TarSamples]):
             archives = in_threads(_find, list_tars(self.address))
             if any(not isinstance(archive.file, OpenFile) for archive in archives):
                 self._listing = archives
-        _, target_column, groups = self._options
-        scans = self.scans(archives)
+        indexed = self._indexed(archives)
+        groups = self._options[2]
         is_whole = [isinstance(archive.file, Unpacked) for archive in archives]
         if groups is None:
             groups = is_remote(self.address) or any(is_whole)
-        opened = TarSamples(archives, scans, target_column, groups)
+        opened = TarSamples(archives, indexed, groups)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(self.address, len(opened), *opened.told)
+            tell_left_out(self.address, len(opened), indexed.left_out, *indexed.told)
             if any(is_whole):
                 tell_compressed(self.address, archives)
         return opened
 
-    def scans(self, archives: Sequence[Archive]) -> list[Scan]:
+    def _indexed(self, archives: Sequence[Archive]) -> Indexed:
+        """Return the samples of the tars, which the node keeps of remote and large ones."""
+        columns = self._options[:2]
+        names = [archive.name for archive in archives]
+        files = [archive.file for archive in archives]
+        facts = [(type(file).__name__, file.written) for file in files]
+        indexes = Indexes(columns)
+        in_run = ""
+        if self._run_folder and is_remote(self.address):
+            name = hash_of_facts((names, facts, columns))
+            in_run = join_address(self._run_folder, f"{name}{SUFFIX}")
+
+        def make() -> Indexed:
+            found = find_in_run(in_run) if in_run else None
+            return found or index_tars(
+                names, self._scans(archives, indexes), columns[1]
+            )
+
+        path = None
+        num_bytes = sum(archive.num_bytes for archive in archives)
+        are_local = all(isinstance(file, OpenFile) for file in files)
+        if not are_local or num_bytes >= _SMALL_BYTES:
+            path = path_of("tars", names, facts, columns, VERSION)
+        indexed = kept(path, unpack, make, pack)
+        if in_run and not self._identity and not all(map(indexes.are_of, names)):
+            # this process opened the store first
+            keep_in_run(in_run, indexed)
+        return indexed
+
+    def _scans(self, archives: Sequence[Archive], indexes: Indexes) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""
-        indexes = Indexes(self._options[:2], self._run_folder)
-        paths = [self._kept_path(archive) for archive in archives]
-        missing = [
-            archive
-            for archive, path in zip(archives, paths, strict=True)
-            if not (path and path.exists()) and not indexes.are_of(archive.name)
-        ]
+        missing = [archive for archive in archives if not indexes.are_of(archive.name)]
         if is_remote(self.address) and any(
             archive.num_bytes > GROUP_BYTES for archive in missing
         ):
@@ -135,30 +168,10 @@ class TarStore(FileStore[TarSamples]):
                 *(self.address, len(missing)),
             )
 
-        def scan(number: int) -> Scan:
-            archive = archives[number]
-            return kept(
-                paths[number],
-                lambda content: scan_of(content, archive),
-                lambda: indexes.find(archive) or _scan(archive, *self._options[:2]),
-                lambda scan: index_bytes(archive, scan),
-            )
+        def scan(archive: Archive) -> Scan:
+            return indexes.find(archive) or _scan(archive, *self._options[:2])
 
-        num_threads = _NUM_FETCHES if missing else NUM_REQUESTS
-        scans = in_threads(scan, range(len(archives)), num_threads)
-        if is_remote(self.address) and not self._identity:
-            # this process opened the store first
-            pairs = zip(archives, scans, strict=True)
-            in_threads(lambda pair: indexes.keep_in_run(*pair), pairs)
-        return scans
-
-    def _kept_path(self, archive: Archive) -> Path | None:
-        """Return where this node keeps a tar's scan; None for a small local one, or without a cache."""
-        file = archive.file
-        if isinstance(file, OpenFile) and archive.num_bytes < _SMALL_BYTES:
-            return None
-        facts = archive.name, type(file).__name__, file.written, self._options[:2]
-        return path_of("scans", *facts, VERSION)
+        return in_threads(scan, archives, _NUM_FETCHES if missing else NUM_REQUESTS)
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -170,11 +183,9 @@ class TarStore(FileStore[TarSamples]):
             StoreError: a tar is damaged; ConfigError: an index cannot be written.
         """
         archives = self._listing or in_threads(_find, list_tars(self.address))
-        scans = self.scans(archives)
         indexes = Indexes(self._options[:2])
-
-        pairs = zip(archives, scans, strict=True)
-        written = in_threads(lambda pair: indexes.keep_beside(*pair), pairs)
+        pairs = zip(archives, self._scans(archives, indexes), strict=True)
+        written = in_threads(lambda pair: indexes.keep(*pair), pairs)
         folders = sorted({address.rpartition("/")[0] for address in written})
         num_bytes = sum(archive.num_bytes for archive in archives)
         return {

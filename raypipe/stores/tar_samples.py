@@ -22,12 +22,10 @@ from raypipe.stores.base import (
     as_text,
     by_part,
     hash_of_facts,
-    join_fingerprints,
     part_of,
 )
-from raypipe.stores.class_tar import index_tars
 from raypipe.stores.tar_index import Archive
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, as_names
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Indexed, as_names
 
 GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
@@ -46,28 +44,21 @@ class TarSamples:
     def __init__(
         self,
         archives: Sequence[Archive],
-        scans: Sequence[Scan],
-        target_column: str,
+        indexed: Indexed,
         in_groups: bool,
     ) -> None:
         self._archives = archives
-        self._sparse = [scan["sparse"] for scan in scans]
-        names = [archive.name for archive in archives]
-        indexed = index_tars(names, scans, target_column)
+        self._sparse = indexed.sparse
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
         self._index = {
             name.encode("utf-8", "backslashreplace").decode(): places
             for name, places in indexed.columns.items()
         }
         self.classes = indexed.classes
-        self.told = indexed.left_out, *indexed.told
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
-        digests = [scan["digest"] for scan in scans]
-        if indexed.facts:
-            digests.append(indexed.facts)
-        self.fingerprint = join_fingerprints(digests)
+        self.fingerprint = indexed.fingerprint
         self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
@@ -173,17 +164,11 @@ class TarSamples:
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys or paths of samples."""
-        names = [""] * len(indices)
-        for number, positions in by_part(indices, self._starts):
-            rows = indices[positions] - self._starts[number]
-            keys = as_names(self._keys[number].take(pa.array(rows)))
-            for position, key in zip(positions.tolist(), keys, strict=True):
-                names[position] = key
-        return names
+        return as_names(self._keys.take(pa.array(indices)))
 
     def sample_name(self, index: int) -> str:
-        number, row = part_of(self._starts, index)
-        (key,) = as_names(self._keys[number][row : row + 1])
+        number, _ = part_of(self._starts, index)
+        (key,) = as_names(self._keys[index : index + 1])
         return f"{self._archives[number].name}, {key}"
 
 

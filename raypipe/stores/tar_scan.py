@@ -15,8 +15,8 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.stores.class_folders import BY_FOLDER, LeftOut, suffix_of
-from raypipe.stores.class_tar import Member, find_files
-from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
+from raypipe.stores.class_tar import find_files
+from raypipe.stores.memory_tree import Link, MemoryTree, Node, Special, TreeFile
 from raypipe.stores.webdataset import MISSING, Place, Read, Scan, find_samples
 
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
@@ -59,7 +59,7 @@ class UnfitError(Exception):
     """A tar's headers are too close together to be read one by one."""
 
 
-def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
+def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Node:
     """Return what a member is, with the place of its bytes; a hard link is the file that it names."""
     if member.isdir():
         return None
@@ -93,7 +93,7 @@ def _scan(
     content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str
 ) -> Scan:
     """Read all headers of a tar, and its labels."""
-    members: list[tuple[str, Member]] = []
+    members: list[tuple[str, Node]] = []
     tree = MemoryTree(MISSING)
     sparse = dict[str, list[list[int]]]()
     left_out = LeftOut()
@@ -128,23 +128,27 @@ def _scan(
             raise tarfile.ReadError(
                 f"no valid member and no end mark at byte {tar.offset}"
             )
-        scan = _layout_of(name, members, tree, read, image_column, target_column)
+        scan = layout_of(name, members, tree, read, image_column, target_column)
     return {
         **scan,
-        "left_out": left_out + LeftOut(scan.get("left_out")),
+        "left_out": left_out + scan["left_out"],
         "sparse": sparse,
     }
 
 
-def _layout_of(
+def layout_of(
     name: str,
-    members: Sequence[tuple[str, Member]],
+    members: Sequence[tuple[str, Node]],
     tree: MemoryTree,
     read: Read,
     image_column: str,
     target_column: str,
 ) -> Scan:
-    """Return a tar's samples, by the layout that all of its members fit."""
+    """Return the samples of a tar or a zip, by the layout that all of its members fit.
+
+    Args:
+        members: names and nodes, in order; `tree` has the same.
+    """
     entries = [(path, _place_of(path, node, tree)) for path, node in members if node]
     arguments = name, entries, read, image_column, target_column
     scan = find_samples(*arguments) if target_column != BY_FOLDER else None

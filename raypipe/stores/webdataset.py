@@ -29,7 +29,13 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.stores.addresses import is_left_out
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, missing
+from raypipe.stores.base import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    RENAMED,
+    join_fingerprints,
+    missing,
+)
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.numbers import exactly
 
@@ -63,20 +69,22 @@ class Indexed(NamedTuple):
     Attributes:
         columns: image and label first. Labels are numbers, (N,) or (N, …); other columns are places, int64 (N, 2):
             position and num_bytes of each sample's member, -1 for no member.
-        classes: class names of class folders; None = they have none.
+        keys: the samples' keys or paths, see `as_texts`.
         nums: samples of each tar.
-        keys: the keys or paths of each tar's samples, see `as_texts`.
         left_out: members outside of the samples.
-        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+        fingerprint: see `Store`.
+        sparse: the sparse members of each tar.
+        classes: class names of class folders; None = they have none.
         told: what `check_classes` returns.
     """
 
     columns: dict[str, np.ndarray]
-    classes: tuple[str, ...] | None
+    keys: pa.LargeBinaryArray
     nums: list[int]
-    keys: list[pa.LargeBinaryArray]
     left_out: LeftOut
-    facts: str = ""
+    fingerprint: str
+    sparse: list[dict[str, list[list[int]]]]
+    classes: tuple[str, ...] | None = None
     told: tuple[str, list[str]] = "", []
 
 
@@ -405,4 +413,11 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
         )
         if not suffix and labelled[0]:
             columns["label"] = _labels_of(names[0], scans)
-    return Indexed(columns, None, nums, keys, left_out)
+    return Indexed(
+        columns,
+        pa.concat_arrays(keys),
+        nums,
+        left_out,
+        join_fingerprints([scan["digest"] for scan in scans]),
+        [scan.get("sparse", {}) for scan in scans],
+    )

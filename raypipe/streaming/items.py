@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,11 @@ from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import pack
-from raypipe.transform.process_state import seed_process
+from raypipe.transform.process_state import (
+    costly_states,
+    seed_cheaply,
+    seed_for_item,
+)
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample, Samples
@@ -37,8 +40,6 @@ logger = logging.getLogger(__name__)
 ITEM = "item"
 # a collate function must not draw the numbers of its first item
 _OF_COLLATE = 0x9E3779B97F4A7C15
-
-_NOTHING = contextlib.nullcontext()
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch, any nest, of B items."""
@@ -195,6 +196,8 @@ class ItemMaker:
         self._items = items
         self._collate = items.collate
         self._is_settled = False
+        # whether an item has drawn from the generators that are costly to seed
+        self._seeds_all = False
 
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
@@ -213,8 +216,35 @@ class ItemMaker:
         out: Rows,
         first: int = 0,
     ) -> np.ndarray:
-        """Return that no row is made, bool (B,): `slow` makes each."""
-        return np.zeros(len(samples), bool)
+        """Make the rows that are wanted, up to an item that fails: from there on, `slow` makes them, and says why.
+
+        Returns:
+            Which rows are made, bool (B,).
+        """
+        is_made = np.zeros(len(samples), bool)
+        if not self._is_settled:
+            return is_made
+        rows = np.flatnonzero(is_wanted)
+        wanted = [
+            (index_in(samples.images[row]), (k0, k1))
+            for row, (k0, k1) in zip(rows.tolist(), keys[rows].tolist(), strict=True)
+        ]
+        before = costly_states()
+        items = self._until_one_fails(wanted)
+        if not self._seeds_all and costly_states() != before:
+            self._seeds_all = True
+            items = self._until_one_fails(wanted)
+        made = rows[: len(items)]
+        is_made[made] = True
+        out.put_items(ITEM, first + made, indices[made], items)
+        return is_made
+
+    def _until_one_fails(self, wanted: Sequence[tuple[int, Key]]) -> list[Any]:
+        items = list[Any]()
+        with contextlib.suppress(Exception), self._reached.kept():
+            for index, key in wanted:
+                items.append(self._drawn(index, key))
+        return items
 
     def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make an item; raises TransformError if the Dataset fails on it."""
@@ -229,15 +259,23 @@ class ItemMaker:
         return {LABEL: 0, ITEM: item}
 
     def _item(self, index: int, key: Key) -> Any:
-        dataset = self._items.dataset
-        with self._seeded((int(key[0]), int(key[1]))):
-            return dataset[index]
+        with self._reached.kept():
+            self._seed(key)
+            return self._items.dataset[index]
 
-    def _seeded(self, key: Key) -> AbstractContextManager[None]:
+    def _drawn(self, index: int, key: Key) -> Any:
+        """Make an item under its key, within `ReachedGenerators.kept`."""
+        if self._seeds_all:
+            self._seed(key)
+        else:
+            self._reached.rewind(key)
+            seed_cheaply(key[0])
+        return self._items.dataset[index]
+
+    def _seed(self, key: Key) -> None:
         """Seed the generators of the process, and those that the Dataset holds."""
-        keyed = self._reached.keyed(key) if self._reached else _NOTHING
-        seed_process(*key)
-        return keyed
+        self._reached.rewind(key)
+        seed_for_item(*key)
 
     def finish(
         self, out: Rows, rows: slice, key: Callable[[], Key]
@@ -260,7 +298,8 @@ class ItemMaker:
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:
-            with self._seeded(key):
+            with self._reached.kept():
+                self._seed(key)
                 return self._collate(items)
         except NOT_OF_A_SAMPLE:
             raise

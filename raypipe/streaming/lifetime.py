@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from raypipe.transform.fields import MicroBatch
 EXHAUSTED = ""
 MOVED = "it goes on at another place"
 GAVE_WAY = "its CPUs were needed by one that this process opened later"
+_LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
@@ -134,6 +136,27 @@ def _close_all() -> None:
 def _close_those_of_ray() -> None:
     for running in list(_of_ray):
         running.close("Ray was shut down")
+
+
+def close_from_any_thread(
+    batches: Any, reader: int, wake: Callable[[], None] = lambda: None
+) -> None:
+    """Close what may be a generator. If another thread is in it, let that leave, and wait a little.
+
+    Args:
+        reader: the thread that asked for the last item.
+        wake: ends what that thread waits for.
+    """
+    deadline = time.monotonic() + _LEAVE_S
+    while True:
+        try:
+            getattr(batches, "close", lambda: None)()
+            return
+        except ValueError:
+            if reader == threading.get_ident() or time.monotonic() > deadline:
+                return
+            wake()
+            time.sleep(0.02)
 
 
 def supervisors() -> list[Any]:

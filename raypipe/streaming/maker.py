@@ -136,23 +136,11 @@ class MicroBatchMaker:
     def make(
         self,
         position: MicroBatchId,
-        given: Samples | None = None,
         excluded: Mapping[int, str] = NONE_EXCLUDED,
         num_rows: int | None = None,
     ) -> tuple[MicroBatch, list[BadSample]]:
-        """Make one micro-batch, and list its bad samples.
-
-        Args:
-            given: its B samples, by a reader; None = read the store here.
-            excluded: see `block`.
-            num_rows: how many of its first rows to make; None = all.
-        """
-        draws = self.plan.draw_block([position])
-        draws = Draws(*(column[:, :num_rows] for column in draws))
-        sample_maker = self.sample_makers.get(position, draws.at(0))
-        assignment = _assigned(sample_maker, [position], draws, excluded)
-        reads = [given] if given is not None else None
-        (batch,), bad = self._fill(assignment, reads)
+        """Make one micro-batch, and list its bad samples; see `block`."""
+        (batch,), bad, _ = self.block([position], excluded=excluded, num_rows=num_rows)
         return batch, bad
 
     def block(
@@ -163,6 +151,7 @@ class MicroBatchMaker:
         outage_s: float = 0.0,
         excluded: Mapping[int, str] = NONE_EXCLUDED,
         one_by_one: bool = False,
+        num_rows: int | None = None,
     ) -> tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]:
         """Make the micro-batches of a block.
 
@@ -172,12 +161,14 @@ class MicroBatchMaker:
             outage_s: part of read_s, waiting for object storage that did not answer.
             excluded: index → reason of samples that must not be touched: each is a bad one.
             one_by_one: read and make a sample at a time, and none that the block does not need.
+            num_rows: how many of the first rows of each to make; None = all.
 
         Returns:
             The micro-batches; their bad samples; and the arrays of all by field, (k, B, …), if their images have
             one size.
         """
         draws = self.plan.draw_block(block)
+        draws = Draws(*(column[:, :num_rows] for column in draws))
         num, num_samples = draws.indices.shape
         makers = [
             self.sample_makers.get(position, draws.at(number))

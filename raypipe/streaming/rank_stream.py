@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -27,11 +26,11 @@ from raypipe.streaming.lifetime import (
     Lifetime,
     Open,
     Pool,
+    close_from_any_thread,
 )
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.transform.fields import MicroBatch
 
-_LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 # Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
 _START_IMAGES = 5_000
 
@@ -328,15 +327,10 @@ def _stop_all(watchdogs: list[SupervisorWatchdog]) -> None:
 
 
 def _close(lifetime: Lifetime, batches: Any, source: Any = None) -> None:
-    """Close what may be a generator. If a thread is in it, let that leave: close its source, and wait a little."""
-    deadline = time.monotonic() + _LEAVE_S
-    while True:
-        try:
-            getattr(batches, "close", lambda: None)()
-            return
-        except ValueError:
-            if lifetime.reader == threading.get_ident() or time.monotonic() > deadline:
-                return
-            with contextlib.suppress(ValueError):
-                getattr(source, "close", lambda: None)()
-            time.sleep(0.02)
+    """Close batches, and their source before if another thread is in them."""
+
+    def close_source() -> None:
+        with contextlib.suppress(ValueError):
+            getattr(source, "close", lambda: None)()
+
+    close_from_any_thread(batches, lifetime.reader, close_source)

@@ -154,9 +154,7 @@ class RayStreams:
             head,
         )
         self._now = stream
-        if head is None:
-            stream.on_end.append(self._marks.forget)
-        else:
+        if head:
             stream.on_end.append(functools.partial(self._leave, head))
             keep_sigterm()
         try:
@@ -187,7 +185,7 @@ class RayStreams:
                 check_pickles(self._spec)
             if not self._has_started and self._marks.found():
                 _logger.warning(
-                    "a process has ended while it made a micro-batch itself, so the pool makes the first ones now "
+                    "a process has ended in its head start, so the pool makes the first micro-batches now "
                     "(pool.head_start)"
                 )
                 self._may_head_start = has_head_start = False

@@ -10,11 +10,9 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
                   some from a folder, in_folder bool (1, k); and each field of the others, see
                   `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
 
-                      array    (1, k, B, …)
+                      flat     (1, n), all end to end; NAME:shapes int64 (1, k, d) has their shapes
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
                                copies them once into the object store, and they are not put together before
-                      flat     (1, n), all end to end, of other shapes in other micro-batches, such as images of
-                               buckets; NAME:shapes int64 (1, k, d) has them
                       KIND     (1, n), all end to end, of a `Ragged` of that kind; NAME:offsets int64 (1, k, B + 1)
 """
 
@@ -172,20 +170,19 @@ def _joined(
     name: str, parts: list[Any], whole: np.ndarray | None
 ) -> tuple[str, dict[str, Any]]:
     """The form of a field in a row, and its columns there."""
-    if whole is not None:
-        return "array", {name: whole}
     if isinstance(parts[0], Ragged):
         offsets = [value.offsets for value in parts]
         return parts[0].kind, {
             name: np.concatenate([value.values for value in parts]),
             name + _OFFSETS: offsets,
         }
+    shapes = [value.shape for value in parts]
+    if whole is not None:
+        return _FLAT, {name: whole.reshape(-1), name + _SHAPES: shapes}
     if min(value.nbytes for value in parts) >= _LEAST_APART:
         return _APART, {f"{name}:{number}": part for number, part in enumerate(parts)}
-    if len({value.shape for value in parts}) == 1:
-        return "array", {name: np.stack(parts)}
     flat = np.concatenate([value.reshape(-1) for value in parts])
-    return _FLAT, {name: flat, name + _SHAPES: [value.shape for value in parts]}
+    return _FLAT, {name: flat, name + _SHAPES: shapes}
 
 
 def batches_of(
@@ -222,13 +219,11 @@ def batches_of(
 
 def _parts(
     name: str, form: Any, columns: Mapping[str, np.ndarray], num: int
-) -> Sequence[np.ndarray | Ragged] | np.ndarray:
+) -> Sequence[np.ndarray | Ragged]:
     """A field of each of the `num` micro-batches whose fields are in the row."""
     if form == _APART:
         return [columns[f"{name}:{number}"] for number in range(num)]
     values = columns[name]
-    if form == "array":
-        return values
     if form == _FLAT:
         shapes = columns[name + _SHAPES]
         flat = _cut(values, shapes.prod(axis=1))

@@ -55,6 +55,7 @@ _REMEMBERED = (
     "_left",
     "_given",
     "_pool_awaits",
+    "_pool_gives",
     "_has_begun",
     "_least_cpus",
     "_shared",
@@ -113,7 +114,6 @@ class Supervisor:
         log_format: format of its log lines; empty = as this process has it.
         watches: whether it runs as an actor. Then it ends stopped processes of the stream while the stream makes
             no progress, and remembers what its earlier processes knew.
-        memory: memory of an actor; None = a new one if it watches, else none.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class Supervisor:
         run: str = "",
         log_format: LogFormat | Literal[""] = "",
         watches: bool = False,
-        memory: Memory | None = None,
     ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
@@ -132,7 +131,9 @@ class Supervisor:
         self._events = Events()
         self._left: set[int] = set()  # ranks
         self._given = 0.0  # CPUs left to other streams
+        self._told = 0.0  # what the pool knows of them
         self._pool_awaits = 0.0  # CPUs
+        self._pool_gives = 0.0  # CPUs of actors that it will release
         self._has_begun = False  # the execution that has the pool
         self._least_cpus = 0.0  # the pool keeps these if other streams ask
         self._shared: dict[str, bytes] = {}
@@ -149,7 +150,7 @@ class Supervisor:
         self._watch = StreamWatchdog(self.note, self._work_of)
         self._trace = HeldTrace()
         self._process = this_process("supervisor") if watches else None
-        self._memory = memory or (Memory() if watches else None)
+        self._memory = Memory() if watches else None
         if self._memory and self._memory.lived_before:
             self._restore(self._memory.load())
         if watches:
@@ -290,6 +291,7 @@ class Supervisor:
             self._ready += ready
             self._num_looks += 1
         now = time.monotonic()
+        self._told = self._given
         return Word(
             sum(now - since > _WAITS_S for since in self._waits.values()), self._given
         )
@@ -310,11 +312,16 @@ class Supervisor:
             self._least_cpus = least_cpus
             self._remember()
 
-    def pool_awaits(self, cpus: float) -> None:
-        """The pool's execution has begun; its actors that have not started need so many CPUs."""
+    def pool_awaits(self, cpus: float, giving_cpus: float) -> None:
+        """The pool's execution has begun; its actors still need these CPUs, and it will release those."""
         self._has_begun = True
         self._pool_awaits = cpus
+        self._pool_gives = giving_cpus
         self._remember()
+
+    def giving_cpus(self) -> float:
+        """Return the CPUs that the pool will release for other streams, or is still to be asked for."""
+        return self._pool_gives if self._told == self._given else self._given
 
     def awaited_cpus(self) -> float:
         """Return the CPUs that the pool will still take, less those that it leaves to other streams."""

@@ -234,6 +234,15 @@ class Rows:
         self.index[rows] = indices
         self.weight[rows] = 1
 
+    def put_items(
+        self, name: str, rows: np.ndarray, indices: np.ndarray, values: list[Any]
+    ) -> None:
+        """Fill rows, int (n,), with values of one field and their indices; the label is 0."""
+        column = self._lists.setdefault(name, [None] * len(self.index))
+        for row, value in zip(rows.tolist(), values, strict=True):
+            column[row] = value
+        self.put_labels(rows, indices, np.zeros(len(rows), np.int64))
+
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Mark a row that does not count: padding, or a sample that is bad."""
         self.index[row] = index

@@ -44,11 +44,7 @@ def steps_of(pipeline: Any) -> Sequence[Any] | None:
     """The steps of a plain sequence of steps; None: it is something else."""
     kind = type(pipeline)
     package = kind.__module__.partition(".")[0]
-    if any(
-        value
-        for name, value in getattr(pipeline, "__dict__", {}).items()
-        if name.endswith("_hooks")
-    ):
+    if has_hooks(pipeline):
         return None
     is_compose = kind.__name__ == "Compose" and getattr(pipeline, "p", 1) == 1
     if is_compose and package in ("albumentations", "torchvision"):
@@ -56,6 +52,12 @@ def steps_of(pipeline: Any) -> Sequence[Any] | None:
     if package == "torch" and kind.__name__ == "Sequential":
         return list(pipeline)
     return None
+
+
+def has_hooks(step: Any) -> bool:
+    """True for a module of torch's that calls more than itself."""
+    attributes = getattr(step, "__dict__", {})
+    return any(value for name, value in attributes.items() if name.endswith("_hooks"))
 
 
 def rebuilt(pipeline: Any, steps: list[Any]) -> Any:

@@ -164,56 +164,78 @@ class ReachedGenerators:
             for generator in generators
             if getattr(generator, "random_generator", self) is not self._seeded
         ]
+        # looked at once, since `rewind` is called for each sample
+        self._numbered = [
+            (number, generator)
+            for number, generator in enumerate(self._found)
+            if is_generator(generator)
+        ]
+        self._pipelines = [
+            generator for generator in self._found if not is_generator(generator)
+        ]
         return any(id(generator) not in before for generator in self._found)
 
     @contextlib.contextmanager
     def keyed(self, key: Key) -> Iterator[None]:
         """Context manager: they draw under a sample's key; then their states are as they were."""
-        put_back: list[Put] = []
-        self._keyed.rewind(key)
-        self._random.seed(key[0] << 64 | key[1])
+        with self.kept():
+            self.rewind(key)
+            yield
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context manager: then their states are as they were."""
+        put_back = [_state_of(generator) for generator in self._found]
         try:
-            for number, generator in enumerate(self._found):
-                put_back.append(self._seed(generator, [*key, number]))
             yield
         finally:
             for put in reversed(put_back):
                 put()
 
-    def _seed(self, generator: Any, words: list[int]) -> Put:
-        """Seed one of them; return what puts its state back."""
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            state = bits.state
-            bits.state = type(bits)(np.random.SeedSequence(words)).state  # type: ignore[call-arg]
-            return functools.partial(setattr, bits, "state", state)
-        if isinstance(generator, np.random.RandomState):
-            put = functools.partial(
-                generator.set_state, generator.get_state(legacy=False)
-            )
-            generator.seed(np.random.SeedSequence(words).generate_state(4))
-            return put
-        if isinstance(generator, random.Random):
-            put = functools.partial(generator.setstate, generator.getstate())
-            generator.seed(
-                functools.reduce(lambda seed, word: seed << 64 | word, words)
-            )
-            return put
-        if _is_of(generator, "torch", "Generator"):
-            put = functools.partial(generator.set_state, generator.get_state())
-            generator.manual_seed(
-                int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
-            )
-            return put
-        kept = {
-            name: value
-            for name, value in vars(generator).items()
-            if RANDOM_STATE.fullmatch(name)
-        }
-        put = functools.partial(generator.__dict__.update, kept)
-        generator.random_generator = self._keyed.generator
-        generator.py_random = self._random
-        return put
+    def rewind(self, key: Key) -> None:
+        """Let them draw under a sample's key; within `kept`."""
+        if self._pipelines:
+            self._keyed.rewind(key)
+            self._random.seed(key[0] << 64 | key[1])
+        for pipeline in self._pipelines:
+            pipeline.random_generator = self._keyed.generator
+            pipeline.py_random = self._random
+        for number, generator in self._numbered:
+            _seed(generator, [*key, number])
+
+
+def _state_of(generator: Any) -> Put:
+    """Return what puts back the state that a generator, or a pipeline, has now."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return functools.partial(generator.set_state, state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if _is_of(generator, "torch", "Generator"):
+        return functools.partial(generator.set_state, generator.get_state())
+    kept = {
+        name: value
+        for name, value in vars(generator).items()
+        if RANDOM_STATE.fullmatch(name)
+    }
+    return functools.partial(generator.__dict__.update, kept)
+
+
+def _seed(generator: Any, words: list[int]) -> None:
+    if isinstance(generator, random.Random):
+        generator.seed(functools.reduce(lambda seed, word: seed << 64 | word, words))
+        return
+    seeds = np.random.SeedSequence(words)
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seeds).state  # type: ignore[call-arg]
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seeds.generate_state(4))
+    else:
+        generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]) >> 1)
 
 
 def _is_of(value: Any, package: str, *names: str) -> bool:

@@ -40,7 +40,7 @@ from raypipe.transform.decode.jpeg import Box, Undecoded
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
-from raypipe.transform.pipelines import has_user_code, transform_kind
+from raypipe.transform.pipelines import has_hooks, has_user_code, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
 from raypipe.transform.process_state import seed_opencv, seed_process
 from raypipe.transform.reach import ReachedGenerators
@@ -300,20 +300,13 @@ def _size_of_crop(pipeline: Any) -> Sides | None:
     `v2.Compose([RandomResizedCrop(…), …])` without hooks is recognized, and no look-alike (a subclass may do as it
     likes with the pixels outside).
     """
-    steps = getattr(pipeline, "transforms", None)
     v2 = sys.modules.get("torchvision.transforms.v2")
-    if (
-        not isinstance(steps, list | tuple)
-        or not steps
-        or not v2
-        or type(pipeline) is not v2.Compose
-    ):
+    if not v2 or type(pipeline) is not v2.Compose or not pipeline.transforms:
         return None
-    first = steps[0]
+    first = pipeline.transforms[0]
     if type(first) is not v2.RandomResizedCrop or not hasattr(first, "make_params"):
         return None
-    hooks = [*vars(pipeline).items(), *vars(first).items()]
-    if any(value for name, value in hooks if name.endswith("_hooks")):
+    if has_hooks(pipeline) or has_hooks(first):
         return None
     return tuple(first.size) * (2 // len(first.size))
 

@@ -125,7 +125,7 @@ def check_stream(store: str) -> dict[str, Any]:
     held = ray.remote(num_cpus=1.5)(
         Holder
     ).remote()  # a pool begins with as many actors as there is room for
-    ray.get(held.ready_share.remote())
+    ray.get(held.ready.remote())
     iterators = splits(spec, start, max_actors=2, world_size=2, supervisor=supervisor)
     for each in iterate_digests(spec.plan, start, iterators):
         found.append(each.digest)

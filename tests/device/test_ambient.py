@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from ambient_states import STATES
-from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
@@ -21,6 +20,8 @@ from raypipe.device.fused import PRESETS
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
+
+CPU = torch.device("cpu")
 
 # Of each family of Kornia's that computes in another way: matrices, policies, filters, histograms, color spaces.
 OPERATIONS: dict[str, dict[str, Any]] = {

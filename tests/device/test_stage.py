@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch, on_device
@@ -18,6 +17,8 @@ from raypipe.transform.columns import ColumnType
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL, MicroBatch
+
+CPU = torch.device("cpu")
 
 NORMALIZE = Ending("Normalize", "float32", (0.5,) * 3, (0.25,) * 3, normalizes=True)
 PLAIN = DeviceInput({}, None, True, (), False, False)

@@ -33,8 +33,6 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 import cv2
 import numpy as np
 import ray.train
-import s3_server
-from left_streams import cell, closed, dropped, failed
 from ray.train.collective import broadcast_from_rank_zero
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +40,6 @@ from rich.table import Table
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.rayext.trainer import RunTrainer
-from raypipe.storage.files import write_bytes
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash, combine
@@ -76,9 +73,7 @@ NOTICE_S = {
     "drained node": 3.0,
     "drained trainer": 12.0,
 }
-OUTAGE_S, BUCKET = 10.0, "faults"
-EARLY = ("frozen", "drained", "storage")
-WAYS = (closed, dropped, failed, cell)
+EARLY = ("frozen", "drained")
 
 
 @dataclass
@@ -185,14 +180,6 @@ def every_batch(loader: Loader) -> Iterator[Batch]:
     for epoch in loader.epochs():
         yield from epoch.train
         yield from epoch.val
-
-
-def leave(spec: StreamSpec) -> list[dict[str, Any]]:
-    """Leave a stream in each of the ways, one after another; returns what their users still hold."""
-    all_kept: list[dict[str, Any]] = [{} for _ in WAYS]
-    for way, kept in zip(WAYS, all_kept, strict=True):
-        way(spec, kept)
-    return all_kept
 
 
 def consume(
@@ -415,22 +402,15 @@ KINDS = (
     "frozen trainer",
     "frozen coordinator",
     "frozen reader",
-    "storage outage",
-    "left streams",
 )
 
 
 # They have trainers of a number, or a loop, of their own; and those that need more than one node.
-BY_ITSELF = ("drained trainer", "elastic", "left streams", "storage outage")
+BY_ITSELF = ("drained trainer", "elastic")
 OF_NODES = {kind for kind in KINDS if "node" in kind} | {"drained trainer", "elastic"}
 
 
-def damage_of(
-    kind: str,
-    nodes: Nodes,
-    choose: random.Random,
-    storage: s3_server.FaultyProxy | None,
-) -> Damage:
+def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
     processes = {
         "actor": "MapWorker",
         "all actors": "MapWorker",
@@ -443,11 +423,6 @@ def damage_of(
         return Damage(
             lambda: kill(processes[kind], choose, all_of_them=kind == "all actors")
         )
-    if kind == "left streams":  # the damage is done
-        return Damage(lambda: None)
-    if kind == "storage outage":
-        assert storage
-        return Damage(lambda: break_for(storage, OUTAGE_S))
     if kind in NOTICE_S:
         hosting = "RayTrainWorker" if kind == "drained trainer" else "MapWorker"
         return Damage(
@@ -470,24 +445,6 @@ def damage_of(
     )
 
 
-def break_for(storage: s3_server.FaultyProxy, seconds: float) -> None:
-    """Let the object storage refuse every request for a while."""
-    before = storage.faults.total()
-    storage.outage = lambda authorization: (503, "SlowDown")
-    time.sleep(seconds)
-    storage.outage = None
-    assert storage.faults.total() > before, "nothing was read during the outage"
-
-
-@contextlib.contextmanager
-def object_storage() -> Iterator[s3_server.FaultyProxy]:
-    """A bucket on this machine, for this process and those that it starts."""
-    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
-        s3_server.make_bucket(endpoint, BUCKET)
-        os.environ |= s3_server.environment(proxy.endpoint)
-        yield proxy
-
-
 def run(
     kinds: list[str],
     seed: int,
@@ -508,19 +465,11 @@ def run(
     plan = THREE if trainers and trainers.most == 3 else PLAN
     outcomes = []
     with contextlib.ExitStack() as held:
-        storage = (
-            held.enter_context(object_storage()) if "storage outage" in kinds else None
-        )
         folder = held.enter_context(
             tempfile.TemporaryDirectory(prefix="raypipe-faults-")
         )
         nodes = held.enter_context(cluster(local))
         stores = make_stores(folder, num_samples, names)
-        if storage:
-            stores["bucket"] = f"s3://{BUCKET}/store.parquet"
-            copied = make_stores(f"{folder}/bucket", num_samples, ["parquet"])
-            content = Path(copied["parquet"]).read_bytes()
-            write_bytes(stores["bucket"], content)
         undisturbed = {
             (name, large): without_ray(spec_of(path, max_actors, large, plan))
             for name, path in stores.items()
@@ -528,15 +477,13 @@ def run(
         }
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
-            store = "bucket" if kind == "storage outage" else store
             spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             # it still has work
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)
-            damage = damage_of(kind, nodes, choose, storage)
+            damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0
-            kept = leave(spec) if kind == "left streams" else []
             needs_trainers = kind.removeprefix("frozen ") in ("coordinator", "trainer")
             if needs_trainers or trainers:
                 rows, longest, *_ = train(
@@ -565,27 +512,8 @@ def run(
             )
             outcomes.append(outcome)
             show(outcome)
-            kept.clear()
             nodes.mend()
     return outcomes
-
-
-def table(outcomes: list[Outcome]) -> Table:
-    drawn = Table(title=f"{len(outcomes)} kill scenarios", title_justify="left")
-    for name in ("scenario", "after", "delivered", "duplicates", "digest", "delay"):
-        drawn.add_column(name, justify="left" if name == "scenario" else "right")
-    for o in outcomes:
-        equal = "equal" if o.equal else "DIFFERS"
-        row = (
-            o.kind,
-            str(o.after),
-            f"{o.delivered}/{o.expected}",
-            str(o.duplicates),
-            equal,
-            f"{o.delay_s:.1f} s",
-        )
-        drawn.add_row(*row)
-    return drawn
 
 
 def gaps(outcomes: list[Outcome]) -> Table:
@@ -659,7 +587,7 @@ def main() -> None:
         else None,
         args.local,
     )
-    Console(width=110).print(table(outcomes), gaps(outcomes))
+    Console(width=110).print(gaps(outcomes))
     if args.output:
         Path(args.output).write_text(
             json.dumps([asdict(o) for o in outcomes], indent=1)

@@ -81,7 +81,8 @@ class Run:
             [*common, *settings], ray_folder, environment, subprocess.STDOUT
         )
         self.lines: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._process.stdout
@@ -107,10 +108,8 @@ class Run:
             default=0,
         )
 
-    def until(
-        self, is_so: Callable[[], object], what: str, limit_s: float = LIMIT_S
-    ) -> None:
-        deadline = time.monotonic() + limit_s
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
         while not is_so():
             assert self._process.poll() is None, (
                 what,
@@ -162,8 +161,11 @@ class Run:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def ends(self, limit_s: float = LIMIT_S) -> int:
-        return self._process.wait(limit_s)
+    def ends(self) -> int:
+        """Wait for the end of the run, and until its last line is heard."""
+        code = self._process.wait(LIMIT_S)
+        self._listener.join(LIMIT_S)
+        return code
 
     def close(self) -> None:
         """End the run and all processes that it has started."""

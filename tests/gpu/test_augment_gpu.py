@@ -12,14 +12,10 @@ import pytest
 import torch
 from waiting import waiting_is_an_error
 
-from raypipe.config import AugmentConfig, TrainConfig
+from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.train.learning import Ema
-from raypipe.train.models import build_optimizer, small_model
-from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
@@ -145,54 +141,23 @@ def test_a_module_goes_to_the_device_and_draws_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
-def test_the_host_never_waits_in_steady_state(
-    preset: Any, amp: torch.dtype | None
-) -> None:
-    device = cuda()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_host_never_waits_in_steady_state(preset: Any, dtype: torch.dtype) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
-    augment = DeviceAugment(config, device, amp or torch.float32)
-    model = small_model(10).to(device).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(
-        model, TrainConfig(optimizer="adamw", lr=0.001), fused=True
-    )
-    scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
-    batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
-    losses = torch.zeros((), device=device)
-    batches = iter(on_device(host_batches(40), device, lambda at: at.step))
+    augment = DeviceAugment(config, cuda(), dtype)
+    total = torch.zeros((), device=cuda())
+    batches = iter(on_device(host_batches(40), cuda(), lambda at: at.step))
 
     def step(number: int) -> None:
-        batch = next(batches)
-        batch_norm.begin()
-        image, mixed = augment(
-            batch.image,
-            batch.target,
-            batch.index >= 0,
-            seed=batch.seed,
-            strength=number / 40,
-        )
-        with torch.autocast("cuda", amp, enabled=amp is not None):
-            logits = model(image)
-        loss = (
-            mixed_cross_entropy(logits.float(), batch.target, mixed, 0.1) * batch.weight
-        ).mean()
-        scaler.scale(loss).backward()
-        batch_norm.take()
-        batch_norm.end()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        ema.update(number)
-        losses.add_(loss.detach())
+        made = augment.of_batch(next(batches), number / 40)
+        total.add_(made.image.float().mean())
 
     for number in range(10):
         step(number)
     with waiting_is_an_error():
         for number in range(10, 38):
             step(number)
-    assert torch.isfinite(losses)
+    assert torch.isfinite(total)
 
 
 @pytest.mark.parametrize("preset", ["none", "strong"])

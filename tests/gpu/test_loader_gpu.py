@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import ray
-import torch
 import without_ray
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -62,96 +57,3 @@ def test_augmented_micro_batches_are_the_same_for_any_actors(
 ) -> None:
     first = hashes(spec_of(stores), device="cuda", augment=STRONG)
     assert hashes(spec_of(stores, 2, block=3), device="cuda", augment=STRONG) == first
-
-
-def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    """NCCL refuses two ranks on one device: see benchmarks/results/gpu.md."""
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    spec = spec_of(stores)
-    for module in (sys.modules[__name__], without_ray):
-        ray.cloudpickle.register_pickle_by_value(module)  # trainers cannot import it
-
-    def train_fn(config: dict[str, Any]) -> None:
-        import torch.distributed as dist
-
-        found = hashes(spec, augment=STRONG, max_actors=1)
-        summed = torch.ones(3, device="cuda")
-        dist.all_reduce(summed)
-        assert summed.tolist() == [2.0] * 3
-        Path(config["folder"], str(dist.get_rank())).write_text(json.dumps(found))
-
-    TorchTrainer(
-        train_fn,
-        train_loop_config={"folder": str(tmp_path)},
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}
-        ),
-        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
-    ).fit()
-    ranks: list[dict[str, str]] = [
-        json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)
-    ]
-    assert not ranks[0].keys() & ranks[1].keys()
-    assert ranks[0] | ranks[1] == hashes(spec, device="cuda", augment=STRONG)
-
-
-def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
-    import io
-
-    from PIL import Image
-
-    from raypipe.stores.writers import ParquetWriter
-
-    def png(pixels: np.ndarray) -> bytes:
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        return file.getvalue()
-
-    rng = np.random.default_rng(0)
-    columns = {"image": "binary", "seg": "binary", "objects": "binary"}
-    with ParquetWriter(tmp_path / "squares.parquet", columns) as writer:
-        for _ in range(24):
-            x, y, side = rng.integers(4, 30, 3).tolist()
-            mask = np.zeros((64, 64), np.uint8)
-            mask[y : y + side, x : x + side] = 1
-            boxes = np.array([[x, y, x + side, y + side, 0]], "<f4").tobytes()
-            image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
-            writer.append({"image": image, "seg": png(mask), "objects": boxes})
-    spec = open_stream(
-        tmp_path / "squares.parquet",
-        plan=PlanConfig(epochs=1, micro_batch_size=6),
-        transform=TransformConfig(
-            train="light",
-            size=32,
-            targets={"mask": "seg", "boxes": "objects", "max": 4},
-        ),
-        target_column=None,
-    )
-    on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
-    for device, kept in on.items():
-        for batch in without_ray.every_batch(loader(spec, device=device, max_actors=1)):
-            assert (
-                batch.fields["mask"].device.type
-                == batch.fields["boxes"].device.type
-                == device
-            )
-            kept.append(
-                tuple(
-                    part.clone().cpu()
-                    for part in (
-                        batch.image,
-                        batch.fields["mask"],
-                        batch.fields["boxes"],
-                    )
-                )
-            )
-    assert len(on["cuda"]) == 4
-    for found, expected in zip(on["cuda"], on["cpu"], strict=True):
-        assert all(
-            torch.equal(one, other) for one, other in zip(found, expected, strict=True)
-        )

@@ -12,8 +12,7 @@ import pytest
 import torch
 from waiting import waiting_is_an_error
 
-from raypipe.device.prefetcher import Batch, on_device
-from raypipe.device.ring import Ring
+from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import has_drained, mark
 from raypipe.metrics.utilization import Utilization, mean_share
@@ -30,7 +29,8 @@ BUSY = 10_000_000
 def host_batch(step: int, size: int = 16) -> MicroBatch:
     image = np.full((size, 64, 64, 3), step % 251, np.uint8)
     image.flags.writeable = False
-    fields = {"image": image, "label": np.full(size, step)}
+    mask = np.full((size, 8, 8), step, np.uint8)
+    fields = {"image": image, "label": np.full(size, step), "mask": mask}
     at, weight = MicroBatchId("train", 0, step, 0), np.ones(size, np.float32)
     return MicroBatch(at, np.arange(size), weight, {**fields})
 
@@ -54,27 +54,10 @@ def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
         assert batch.image.device.type == "cuda" and batch.seed == batch.position.step
         assert batch.image.is_contiguous(memory_format=torch.channels_last)
         torch.cuda._sleep(BUSY)
-        kept.append((batch.image.clone(), batch.target.clone()))
-    for step, (image, target) in enumerate(kept):
-        assert (image == step).all() and (target == step).all()
-
-
-def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
-    large = [np.full(64 << 20, number, np.uint8) for number in range(6)]
-    sums = [
-        tensors[0].min() for _, tensors in Ring(large, lambda array: (array,), CUDA)
-    ]
-    assert [int(least) for least in sums] == list(range(6))
-
-
-def test_another_current_stream_is_heeded() -> None:
-    kept = []
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for batch in on_device(host_batches(20), CUDA, lambda at: 0):
-            torch.cuda._sleep(BUSY)
-            kept.append(batch.image.clone())
-    torch.cuda.synchronize()
-    assert all((image == step).all() for step, image in enumerate(kept))
+        parts = (batch.image, batch.target, batch.fields["mask"])
+        kept.append([part.clone() for part in parts])
+    for step, of_step in enumerate(kept):
+        assert all((part == step).all() for part in of_step)
 
 
 def test_a_consumer_may_change_its_stream_between_batches() -> None:
@@ -163,15 +146,6 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
     assert len(list(batches)) == 10
 
 
-def test_epochs_use_the_same_memory_again() -> None:
-    reserved = []
-    for _ in range(6):  # each with a ring of its own
-        list(on_device(host_batches(5), CUDA, lambda at: 0))
-        torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_reserved())
-    assert reserved[2:] == [reserved[2]] * 4
-
-
 def test_marks_measure_the_transfer() -> None:
     marks: list[Any] = []
     list(
@@ -235,66 +209,38 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
     assert (static == 0).all()
 
 
-def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
+def test_a_captured_step_reads_what_the_ring_brings_beside_it() -> None:
     """The ring's thread takes memory while the step is captured: see benchmarks/results/gpu.md."""
+    image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
+    total = torch.zeros((), dtype=torch.int64, device=CUDA)
+    capturing = threading.Event()
+    filled = threading.Event()
 
-    def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
-        torch.manual_seed(0)
-        last = torch.nn.Linear(4 * 62 * 62, 9)
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), last
-        ).to(CUDA)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
-        target, loss = (
-            torch.zeros(16, dtype=torch.int64, device=CUDA),
-            torch.zeros((), device=CUDA),
-        )
-        capturing, filled = threading.Event(), threading.Event()
+    def source() -> Iterator[MicroBatch]:
+        yield host_batch(0)
+        capturing.wait()
+        yield host_batch(1, size=15)  # for which there are no slots as yet
+        filled.set()
+        yield from map(host_batch, range(2, 20))
 
-        def source() -> Iterator[MicroBatch]:
-            yield host_batch(0)
-            capturing.wait()
-            yield host_batch(1, size=15)  # for which there are no slots as yet
-            filled.set()
-            yield from map(host_batch, range(2, 20))
+    def step() -> None:
+        total.add_(image[:, 0, 0, 0].sum())
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=False)
-            found = torch.nn.functional.cross_entropy(model(image / 255), target % 9)
-            found.backward()
-            optimizer.step()
-            loss.copy_(found.detach())
-
-        def use(batch: Batch) -> None:
-            image.copy_(batch.image)
-            target.copy_(batch.target)
-
-        batches = iter(on_device(source(), CUDA, lambda at: 0))
-        use(next(batches))
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):  # as torch asks for before a capture
-            step()
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        if captured:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                capturing.set()
-                assert filled.wait()
-                step()
+    batches = iter(on_device(source(), CUDA, lambda at: 0))
+    image.copy_(next(batches).image)
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):  # as torch asks for before a capture
+        step()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         capturing.set()
-        losses = []
-        for batch in batches:
-            if len(batch.target) == 16:
-                use(batch)
-                graph.replay() if captured else step()
-                losses.append(loss.clone())
-        return [float(each) for each in losses], last.weight.detach()
-
-    (losses, weight), (expected, expected_weight) = trained(True), trained(False)
-    assert len(losses) == 18 and losses == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(weight, expected_weight, rtol=1e-3, atol=1e-5)
-
-
-# Several devices
+        assert filled.wait()
+        step()
+    total.zero_()
+    for batch in batches:
+        if len(batch.target) == 16:
+            image.copy_(batch.image)
+            graph.replay()
+    assert int(total) == 16 * sum(range(2, 20))

@@ -154,47 +154,6 @@ def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     ]
 
 
-@needs_extension
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *[
-            (5, 5, 0, 4),
-            (5, 5, 4, 0),
-            (0, 0, 65, 4),
-            (0, 0, 4, 65),
-            (64, 0, 1, 1),
-            (0, 64, 1, 1),
-            (61, 61, 4, 4),
-        ],
-        *[
-            (2**32 - 1, 0, 4, 4),
-            (0, 0, 2**32 - 1, 1),
-            (0, 0, 1, 2**31),
-            (70_000, 0, 1, 1),
-        ],
-    ],
-)
-def test_a_box_outside_of_the_image_is_refused(
-    arguments: tuple[int, int, int, int],
-) -> None:
-    from _raypipe_kernel import decode_crop
-
-    data = simplejpeg.encode_jpeg(noise(64, 64), 90, "RGB", "420")
-    for columns in (120, 1, 0):
-        out = np.zeros(
-            (arguments[3] if arguments[3] < 1000 else 1, columns, 3), np.uint8
-        )
-        with pytest.raises(ValueError, match=r"crop|out has"):
-            decode_crop(data, *arguments, True, out, columns)
-    with pytest.raises(ValueError, match="no such crop"):
-        decode_crop(data, 0, 0, 4, 0, True, np.zeros((4, 50, 3), np.uint8), 50)
-    with pytest.raises(ValueError, match="too few columns"):
-        decode_crop(data, 15, 0, 4, 4, True, np.zeros((4, 3, 3), np.uint8), 3)
-    with pytest.raises((BufferError, TypeError, ValueError)):
-        decode_crop(data, 0, 0, 4, 4, True, bytes(4 * 50 * 3), 50)
-
-
 def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_kernel'] = None\n"

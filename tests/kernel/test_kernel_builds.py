@@ -7,12 +7,7 @@ csrc/kernel.c                                     installed, for processors with
 from __future__ import annotations
 
 import importlib.util
-import platform
-import re
 import shutil
-import subprocess
-import sysconfig
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -130,42 +125,3 @@ def test_each_build_has_the_pixels_of_the_reference_and_refuses_the_same(
     build: ModuleType, inputs: list[Input], installed: list[list[int]]
 ) -> None:
     assert at_each_level(build, inputs) == installed
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("file", ["color.h", "filter.h"])
-def test_hardened_loops_over_pixels_are_vectorized(file: str, tmp_path: Path) -> None:
-    """Both versions of each loop. An index that -fsanitize=bounds checks keeps GCC from it: take a pointer."""
-    compiler = shutil.which("gcc")
-    if not compiler or platform.machine() != "x86_64":
-        pytest.skip("GCC says what it vectorizes; loops have two versions on x86-64")
-    hook = module_of(ROOT / "hatch_build.py")
-    report = tmp_path / "report"
-    source = ROOT / "raypipe" / "kernel" / "csrc" / "kernel.c"
-    subprocess.run(
-        [
-            *(compiler, "-O3", "-fPIC", "-shared", *hook.hardening([compiler])),
-            *("-DPy_LIMITED_API=0x030b0000", f"-fopt-info-vec-optimized={report}"),
-            *(f"-I{sysconfig.get_paths()['include']}", *hook.libjpeg_flags()[0]),
-            *(source, "-o", tmp_path / "kernel.so", *hook.libjpeg_flags()[1]),
-        ],
-        check=True,
-    )
-    found = Counter(re.findall(rf"csrc/{file}:(\d+)", report.read_text()))
-    lines = (source.parent / file).read_text().splitlines()
-    loops = [
-        number
-        for number, line in enumerate(lines, 1)
-        if re.search(r"for \((int(64_t)? i = 0)?; i < (num|count); i\+\+\)", line)
-        and _is_versioned(lines[:number])
-    ]
-    assert len(loops) >= 6
-    assert {
-        number: found[str(number)] for number in loops if found[str(number)] < 2
-    } == {}
-
-
-def _is_versioned(lines: list[str]) -> bool:
-    """Whether the last line is in a function that `VERSIONS` compiles twice."""
-    starts = [line for line in lines if line[:1].isalpha() and "(" in line]
-    return "_body(" in starts[-1]

@@ -14,20 +14,17 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
-from fuzz_drawn import segment, wild
+from fuzz_drawn import wild
 from fuzz_files import forged
 from fuzz_kernel import fuzz_seekable, sealed
-from micro_batches import MicroBatchTransform
 from PIL import Image
 
 from raypipe import kernel
-from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.kernel import DONE, Job, Op, extension, is_seekable
+from raypipe.kernel import DONE, Job, Op, is_seekable
 from raypipe.transform.decode import jpeg
 from raypipe.transform.decode.jpeg import check_checksum, decode_box
 from raypipe.transform.decode.rgb import decode
-from raypipe.transform.samples import EncodedSample
 
 pytestmark = pytest.mark.skipif(
     bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"
@@ -193,47 +190,6 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
             action()
 
 
-def micro_batch(
-    images: list[bytes], threads: int
-) -> tuple[dict[str, bytes], list[Any]]:
-    maker = MicroBatchTransform("light", TransformConfig(size=32), threads=threads)
-    samples = [EncodedSample(image, number) for number, image in enumerate(images)]
-    keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
-    batch, bad = maker.run(
-        samples,
-        np.arange(100, 100 + len(images)),
-        keys,
-        lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],
-    )
-    arrays = batch.arrays()
-    return {name: part.tobytes() for name, part in arrays.items()}, [
-        record["index"] for record in bad
-    ]
-
-
-def test_a_micro_batch_is_that_of_the_originals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    images = [
-        make(smooth(90, 70 + number)) for number, make in enumerate(KINDS.values())
-    ]
-    seekable = [kernel.to_seekable(image) for image in images]
-    expected = micro_batch(images, 1)
-    assert expected[1] == []
-    assert micro_batch(seekable, 1) == expected == micro_batch(seekable, 2)
-    flipped = [
-        *seekable[:3],
-        seekable[3][:-3] + b"\x5a" + seekable[3][-2:],
-        *seekable[4:],
-    ]
-    damaged = micro_batch(flipped, 2)
-    assert damaged[1] == [103]
-    for module in (kernel, extension, jpeg):
-        monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
-    assert micro_batch(seekable, 1) == expected
-    assert micro_batch(flipped, 1) == damaged
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_program_reads_it_with_all_that_the_original_has(kind: str) -> None:
     data = KINDS[kind](smooth(61, 77))
@@ -273,51 +229,6 @@ def test_it_is_the_same_when_it_is_made_twice() -> None:
 def test_what_the_kernel_does_not_decode_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         kernel.to_seekable(data)
-
-
-def with_place(data: bytes, row: int, place: int) -> bytes:
-    at = data.index(b"raypipe seekable") + 20 + 4 * row
-    return sealed(data[:at] + place.to_bytes(4, "big") + data[at + 4 :])
-
-
-@pytest.mark.parametrize("level", [0, 2])
-def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(
-    level: int,
-) -> None:
-    """A comment holds a marker, and behind it more bytes than the codes have; so does what follows the end."""
-    from _raypipe_kernel import set_simd
-
-    set_simd(level)
-    data = kernel.to_seekable(
-        saved(np.full((48, 16, 3), 128, np.uint8), subsampling="4:2:0")
-    )
-    decoy = b"\xff\xd1" + b"A" * 60_000
-    comment = segment(0xFE, decoy)
-    scan = data.index(b"\xff\xda")
-    in_front = data[:scan] + comment + data[scan:]
-    first = data.index(b"raypipe seekable") + 20
-    for row in range(3):
-        place = int.from_bytes(data[first + 4 * row : first + 4 * row + 4], "big")
-        in_front = with_place(in_front, row, place + len(comment))
-    assert run(in_front, (33, 0, 15, 16)) is not None
-    behind = sealed(data + decoy)
-    for forgery in (
-        with_place(in_front, 2, scan + 6),
-        with_place(behind, 2, len(data) + 2),
-    ):
-        assert run(forgery, (33, 0, 15, 16)) is None
-        assert run(forgery, (0, 0, 15, 16)) is None  # nor are its other rows taken
-
-
-def test_a_place_that_skips_rows_with_a_fitting_marker_is_refused() -> None:
-    data = kernel.to_seekable(saved(noise(16 * 12, 16), subsampling="4:2:0"))
-    at = data.index(b"raypipe seekable") + 20
-    forgery = data
-    for row in (1, 2):  # its markers are those of rows 9 and 10
-        place = int.from_bytes(data[at + 4 * (row + 8) : at + 4 * (row + 9)], "big")
-        forgery = with_place(forgery, row, place)
-    assert run(forgery, (17, 0, 5, 16)) is None
-    assert np.array_equal(decode(forgery), decode(data))
 
 
 def test_forged_places_are_refused_or_those_of_the_file() -> None:

@@ -6,7 +6,6 @@ three-valued logic. Expressions are grown over columns of every kind, and damage
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "_CHUNK", 5)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(_EXPRESSIONS)
 @example("large == 4611686018427387904.0")
 @example("real in [0]")
@@ -30,7 +29,7 @@ def test_an_expression_is_true_where_plain_python_finds_it(expression: str) -> N
     check(expression)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(_EXPRESSIONS, _DAMAGE)
 def test_a_damaged_expression_is_another_one_or_one_error(
     expression: str, damage: list[Any]
@@ -39,25 +38,3 @@ def test_a_damaged_expression_is_another_one_or_one_error(
         at %= len(expression) + 1
         expression = expression[:at] + put + expression[at + cut :]
     check(expression)
-
-
-def test_most_plain_expressions_are_evaluated() -> None:
-    found: Counter[str] = Counter()
-    numbers = ["whole", "gaps", "real", "holes", "byte", "label", "large", "nothing"]
-    others = ["text", "words", "nothing"]
-    for names, values in (
-        (numbers, ["1", "0", "2.0", "-7"]),
-        (others, ["'a'", "''"]),
-        (["flag"], ["True"]),
-    ):
-        for name in names:
-            for value in values:
-                for op in ("==", "!=", "<", "<=", ">", ">="):
-                    found[check(f"{name} {op} {value} or label == 9")] += 1
-                for op in ("in", "not in"):
-                    found[
-                        check(
-                            f"{name} {op} [{value}, None] or not ({name} {op} [{value}])"
-                        )
-                    ] += 1
-    assert found["equal"] > 0.9 * found.total(), found

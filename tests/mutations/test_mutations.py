@@ -15,20 +15,11 @@ import queue
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any
 
-import pyarrow as pa
 import pytest
-from mutate_columns import GROUPS, RECORD, Case, numeric_types
 from mutation_runs import Program, Report
 from tiers import in_system, is_soak
-
-import raypipe
-import raypipe.stores
-from raypipe.stores.arrow_columns import is_target
-from raypipe.stores.record import COLUMN_TYPES
-from raypipe.transform.fields import FieldKind
-from raypipe.transform.targets import TARGETS
 
 NUM_INPUTS = {
     **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
@@ -84,65 +75,7 @@ def reports(
         programs.get().end()
 
 
-def test_there_are_as_many_as_is_said() -> None:
-    assert sum(NUM_INPUTS.values()) == 25_800
-
-
 # What the program reads, by its own tables: a new entry has no mutants until a case is written for it.
-
-
-def cases() -> list[Case]:
-    return [case for make in GROUPS.values() for case in make()]
-
-
-def test_every_format_of_stores_has_damaged_values() -> None:
-    # a table's values are those of Parquet's columns
-    assert {case.store for case in cases()} == {*raypipe.stores._STORES} - {"table"}
-
-
-def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
-    found: dict[str, set[str]] = {}
-    for case in cases():
-        found.setdefault(case.store, set()).add(case.form.split(",")[0])
-    kinds = {*get_args(FieldKind), *TARGETS} - {"item"}
-    with_columns = {store for store, kinds_of in found.items() if "text" in kinds_of}
-    assert with_columns == {"lmdb", "parquet", "tar"}
-    for store in with_columns:
-        assert kinds <= {form.partition(" ")[0] for form in found[store]}, store
-
-
-def test_every_type_of_a_label_has_damaged_values() -> None:
-    forms = {
-        store: {case.form for case in cases() if case.store == store}
-        for store in raypipe.stores._STORES
-    }
-    others = [
-        pa.null(),
-        pa.date32(),
-        pa.timestamp("s"),
-        pa.duration("s"),
-        pa.string(),
-        pa.binary(),
-    ]
-    others += [
-        pa.decimal128(5),
-        pa.decimal256(5),
-        pa.decimal32(5),
-        pa.binary(4),
-        pa.list_(pa.string()),
-    ]
-    accepted = [kind for kind in [*numeric_types(), *others] if is_target(kind)]
-    assert {f"label {kind}" for kind in accepted} <= forms["parquet"]
-    numbers = [kind for kind in COLUMN_TYPES if kind not in ("binary", "string")]
-    assert {f"label {kind}" for kind in numbers} <= forms["lmdb"] and set(
-        RECORD.values()
-    ) >= set(COLUMN_TYPES)
-    assert {
-        "label cls",
-        "label JSON integer",
-        "label JSON number",
-        "label JSON list",
-    } <= forms["tar"]
 
 
 @pytest.mark.parametrize("kind", in_system(NUM_INPUTS, "columns"))

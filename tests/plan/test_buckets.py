@@ -13,7 +13,6 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
@@ -83,43 +82,6 @@ def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
         * 2
     )
     assert (plan.num_val, plan.val_steps, plan.without_draws().val_steps) == (5, 1, 1)
-
-
-def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> None:
-    train = varied(60, labels=[0, 1, 2] * 20)
-    found = [
-        plan_of(train, **config).fingerprint
-        for config in (
-            {},
-            {"buckets": THREE[:2]},
-            {"buckets": THREE[::-1]},
-            {"buckets": ["192x256", "224x224", "264x192"]},
-            {"aug_repeats": 2},
-            {"epoch_samples": 40},
-            {"exclude": [5]},
-            {"buckets": []},
-            {"shuffle": "off"},
-            {"weights": "width"},
-            {"weights": "height"},
-            {"weights": 0.5},
-            {"weights": 1.0},
-            {"weights": 1.0, "epoch_samples": 40},
-        )
-    ]
-    assert len(set(found)) == len(found)
-    both = JoinedStore({"a": train, "b": varied(30, 1)})
-    mixed = [
-        {},
-        {"mixture": {"a": 1, "b": 1}},
-        {"buckets": THREE[:2]},
-        {"weights": "width"},
-        {"buckets": []},
-    ]
-    assert len({plan_of(both, **config).fingerprint for config in mixed}) == len(mixed)
-    other = store(
-        *(np.array(list(train.read(np.arange(60), ("width", "height")).values())) + 1)
-    )
-    assert plan_of(other).fingerprint != found[0]
 
 
 @pytest.mark.parametrize(

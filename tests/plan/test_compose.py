@@ -23,8 +23,9 @@ def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStor
     weights = np.arange(size) % 4 + salt + 0.5
     labels = (np.arange(size) ** 2 % 5).tolist()
     images = [bytes([i % 256, i // 256, salt]) for i in range(size)]
+    sides = {"width": np.arange(size) % 7 + 3, "height": np.arange(size) % 5 + 3}
     return MemoryStore(
-        images, labels, columns={"weight": weights}, group_size=group_size
+        images, labels, columns={"weight": weights, **sides}, group_size=group_size
     )
 
 
@@ -76,26 +77,13 @@ def mixed(**config: Any) -> Plan:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [
-        ({}, 35),  # by their sizes, all of the 280
-        ({"mixture": {"a": 2, "b": 1, "c": 1}}, 8),  # b ends after 16
-        ({"mixture": {"a": 2, "b": 0, "c": 1}}, 12),  # a after 64
-        ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": "longest"}, 100),
-        ({"mixture": {"a": 2, "b": 1, "c": 1}, "aug_repeats": 2}, 16),
-        ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": 100}, 12),
-    ],
-)
-def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(
-    config: dict[str, Any], steps: int
-) -> None:
-    assert mixed(**config).steps_per_epoch == steps
-
-
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     single: list[dict[str, Any]] = [
         {},
+        {"seed": 4},
+        {"micro_batch_size": 4},
+        {"global_batch_size": 4},
+        {"shuffle": "off"},
         {"aug_repeats": 2},
         {"epoch_samples": 16},
         {"epoch_samples": 24},
@@ -116,7 +104,15 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         {"exclude": [[5]]},
         {"exclude": [[], [0]]},
     ]
-    found = [plan_of(store(40), **config).fingerprint for config in single]
+    bucketed: list[dict[str, Any]] = [
+        {"buckets": ["4x8", "8x4"]},
+        {"buckets": ["8x4", "4x8"]},
+        {"buckets": ["4x8"]},
+        {"buckets": ["4x8", "8x4"], "weights": 1.0},
+    ]
+    found = [
+        plan_of(store(40), **config).fingerprint for config in [*single, *bucketed]
+    ]
     found += [mixed(**config).fingerprint for config in several]
     assert len(set(found)) == len(found)
     assert (
@@ -134,7 +130,7 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         ),
         (
             {"weights": "weigth"},
-            r"'weigth' for plan\.weights; did you mean weight\? its columns are label, weight",
+            r"'weigth' for plan\.weights; did you mean weight or ",
         ),
         (
             {"weights": "image"},

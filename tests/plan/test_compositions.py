@@ -15,7 +15,7 @@ from raypipe.plan.places import MicroBatchId
 
 
 @given(compositions())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(
     made: Composition,
 ) -> None:
@@ -25,13 +25,13 @@ def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @given(compositions())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 def test_many_compositions_draw_what_they_declare(made: Composition) -> None:
     check(made)
 
 
 @given(compositions(), st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_substitutes_keep_to_a_samples_source_and_bucket(
     made: Composition, data: st.DataObject
 ) -> None:

@@ -16,7 +16,6 @@ from raypipe.plan.custom import Population, Sampler
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 
 from pictures import picture  # isort: skip
@@ -255,14 +254,6 @@ def test_a_checkpoint_of_another_sampler_is_rejected() -> None:
     with pytest.raises(CursorError, match=r"shuffle, sampler or another setting"):
         plan_of({"name": KFold, "fold": 1}).check(cursor)
     plan_of({"name": KFold, "fold": 0}, epochs=9).check(cursor)  # a longer run
-
-
-def test_a_loader_hands_out_what_the_sampler_draws() -> None:
-    spec = stream({"name": KFold, "fold": 3}, val=store())
-    for epoch in loader(spec).epochs():
-        trained = [index for batch in epoch.train for index in batch.index.tolist()]
-        assert trained == drawn(spec.plan, epoch=epoch.number)
-        assert sum(int(batch.weight.sum()) for batch in epoch.val) == 12
 
 
 # What is wrong is said when a stream is opened

@@ -3,11 +3,10 @@ from __future__ import annotations
 import math
 import tracemalloc
 from fractions import Fraction
-from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import all_but_one_in_system
 
@@ -46,7 +45,6 @@ def test_shares_add_up_to_one_in_proportion(weights: list[float]) -> None:
 @given(
     weight_lists, st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 10**12)
 )
-@settings(max_examples=60, deadline=None)
 def test_each_batch_rounds_shares_and_totals_are_their_sums(
     weights: list[float], batch_size: int, seed: int, first: int
 ) -> None:
@@ -84,37 +82,14 @@ def mixture_of(
     return Mixture(parts, quotas, seed), quotas
 
 
-def mixture(shares: dict[int, list[float]]) -> tuple[Mixture, Quotas]:
-    return mixture_of([50, 7, 20], shares, 8, 3)
-
-
 @pytest.mark.parametrize("batch_size", all_but_one_in_system([8, 5000]))
-def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(
-    batch_size: int,
-) -> None:
+def test_each_batch_has_its_quotas_mixed(batch_size: int) -> None:
     mixed, quotas = mixture_of([50, 7, 20], {0: [1, 1, 1]}, batch_size, 3)
     together = mixed.draw(np.arange(5 * batch_size)).indices
-    some = range(0, 5 * batch_size, max(1, batch_size // 100))
-    assert [
-        int(mixed.draw(np.array([position])).indices[0]) for position in some
-    ] == together[some].tolist()
     sources = np.searchsorted([50, 57], together, side="right").reshape(5, batch_size)
-    assert [np.bincount(batch).tolist() for batch in sources] == [
-        quotas.counts(batch) for batch in range(5)
-    ]
+    found = [np.bincount(batch).tolist() for batch in sources]
+    assert found == [quotas.counts(batch) for batch in range(5)]
     assert any(batch.tolist() != sorted(batch) for batch in sources)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_weights_change_where_the_schedule_says(steps: int) -> None:
-    _, quotas = mixture({0: [1, 0, 0], steps: [0, 3, 1], 3 * steps: [1, 1, 2]})
-    expected = [[8, 0, 0], [0, 6, 2], [0, 6, 2], [2, 2, 4], [2, 2, 4]]
-    batches = np.array([quotas.counts(batch) for batch in range(5 * steps)])
-    found = batches.reshape(5, steps, 3).sum(axis=1).tolist()
-    assert found == [[n * steps for n in each] for each in expected]
-    assert list(accumulate(each[1] for each in found)) == [
-        n * steps for n in (0, 6, 12, 14, 16)
-    ]
 
 
 def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:

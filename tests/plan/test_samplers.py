@@ -114,32 +114,7 @@ def test_copies_stand_side_by_side_or_in_neighbouring_micro_batches() -> None:
     ]
 
 
-@pytest.mark.parametrize("stride", [1, 3])
-def test_what_is_repeated_is_the_same_one_at_a_time(stride: int) -> None:
-    sampler = Repeated(permuted("global", 5), 3, stride)
-    together = drawn(sampler, 72, 18)
-    assert [drawn(sampler, 72 + position, 1)[0] for position in range(18)] == together
-    assert len(set(together)) == 18
-
-
 # By weights
-
-
-def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
-    # 40 of 0, 80 of 1, 80 of 4, the same in every five
-    labels = np.arange(200) ** 2 % 5
-    weights = 1 / np.bincount(labels)[labels]
-    sampler = weighted(weights, 200, seed=1, classes=labels)
-    for pass_number in range(3):
-        assert sorted(
-            np.bincount(labels[[index for index, _ in draws_of(sampler, pass_number)]])[
-                [0, 1, 4]
-            ]
-        ) == [
-            66,
-            67,
-            67,
-        ]
 
 
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
@@ -175,17 +150,6 @@ def test_whole_weights_stay_and_others_keep_their_proportions() -> None:
         and 2**59 < scaled.sum() < 2**61
     )
     assert as_integers(np.full(1000, 2.0**70)).sum() <= 2**61
-
-
-def test_weights_whose_sum_overflows_keep_their_proportions() -> None:
-    large, small = (
-        as_integers(np.array([1.7e308, 1.7e308, 0.85e308])),
-        as_integers(np.array([2.0, 2.0, 1.0]) / 3),
-    )
-    assert large.tolist() == pytest.approx(
-        (small * (large[0] / small[0])).tolist(), rel=1e-12
-    )
-    assert as_integers(np.array([5e-324, 1.7e308, 1.7e308])).tolist()[0] == 0
 
 
 @pytest.mark.parametrize(

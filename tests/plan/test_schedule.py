@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
@@ -73,12 +73,6 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def properties(examples: int = 60) -> Any:
-    return lambda test: settings(max_examples=examples, deadline=None)(
-        given(plans())(test)
-    )
-
-
 def whole(plan: Plan) -> list[MicroBatchId]:
     return list(plan.micro_batches(plan.start()))
 
@@ -92,14 +86,11 @@ def order_of(plan: Plan) -> Shuffle:
     return sampler_of(plan).shuffle
 
 
-def keys_of(
-    plan: Plan, at: MicroBatchId, indices: Any, repeats: Any = None
-) -> np.ndarray:
+def keys_of(plan: Plan, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
     """The keys of samples that a pass of the number of the place's epoch draws, or a validation."""
-    indices = np.asarray(indices)
-    passes = np.full(len(indices), at.epoch if at.split == "train" else 0)
-    repeats = 0 * indices if repeats is None else np.asarray(repeats)
-    return plan.sample_keys(at.split, Draws(indices, passes, repeats, 0 * indices))
+    zeros = 0 * indices
+    passes = zeros + (at.epoch if at.split == "train" else 0)
+    return plan.sample_keys(at.split, Draws(indices, passes, zeros, zeros))
 
 
 def cursors(plan: Plan) -> dict[Cursor, int]:
@@ -119,7 +110,7 @@ def cursors(plan: Plan) -> dict[Cursor, int]:
 # The schedule
 
 
-@properties()
+@given(plans())
 def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
     for cursor in cursors(plan):
         left = list(plan.micro_batches(cursor))
@@ -164,11 +155,7 @@ def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     assert passes(val_interval=0) == train
 
 
-def test_micro_batch_ids_sort_as_text() -> None:
-    assert str(MicroBatchId("train", 2, 31, 4)) == "train-e0002-s000031-m004"
-
-
-@properties(30)
+@given(plans())
 def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
     stream, num_steps = whole(plan), plan.config.epochs * plan.steps_per_epoch
     bounds = sorted(
@@ -188,20 +175,6 @@ def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
         assert cut.fingerprint == plan.fingerprint
 
 
-def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
-    plan = plan_of(7, val=3)
-    start = plan.start()
-    assert list(plan.until(2).segments(start)) == [Segment("train", 0, 0, 2)]
-    assert list(plan.until(3).segments(start)) == [
-        Segment("train", 0, 0, 3),
-        Segment("val", 0, 0, 2),
-    ]
-    assert list(plan.until(4).segments(plan.cursor_at(3))) == [
-        Segment("train", 1, 0, 1)
-    ]
-    assert list(plan.until(3).segments(plan.cursor_at(3))) == []
-
-
 # Resume
 
 
@@ -213,14 +186,6 @@ def test_a_cursor_at_the_end_of_an_epoch_leads_into_its_validation() -> None:
     assert next(plan.segments(replace(end, fingerprint=plan.fingerprint))) == Segment(
         "train", 1, 0, 3
     )
-
-
-def test_cursor_at_counts_steps_through_all_epochs() -> None:
-    plan = plan_of(7, val=3)
-    assert plan.start() == Cursor(0, 0, plan.fingerprint)
-    assert plan.cursor_at(2) == Cursor(0, 2, plan.fingerprint)
-    assert plan.cursor_at(3) == Cursor(1, 0, plan.fingerprint)
-    assert list(plan.segments(plan.cursor_at(6))) == []
 
 
 def test_the_cursor_of_another_plan_names_both_fingerprints() -> None:
@@ -272,7 +237,7 @@ def test_check_workers_lists_the_divisors() -> None:
     plan = plan_of(30, global_batch_size=24)
     for world_size in (1, 2, 3, 4, 6, 12):
         plan.check_workers(world_size)
-    for world_size in (5, 24):
+    for world_size in (-1, 0, 5, 24):
         with pytest.raises(
             ConfigError,
             match=rf"{world_size} workers .* the 12 .* use 1, 2, 3, 4, 6, 12 workers",
@@ -280,30 +245,7 @@ def test_check_workers_lists_the_divisors() -> None:
             plan.check_workers(world_size)
 
 
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_check_workers_refuses_what_is_no_number_of_workers(world_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"{world_size} workers"):
-        plan_of().check_workers(world_size)
-
-
 # The fingerprint
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"micro_batch_size": 3},
-        {"global_batch_size": 4},
-        {"shuffle": "off"},
-        {"size": 8},
-        {"group_size": 3},
-    ],
-)
-def test_the_fingerprint_changes_with_all_that_orders_the_stream(
-    change: dict[str, Any],
-) -> None:
-    assert plan_of(**change).fingerprint != plan_of().fingerprint
 
 
 def test_the_fingerprint_changes_with_contents_groups_and_windows() -> None:
@@ -325,28 +267,6 @@ def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(shuffle=5).fingerprint == plan_of().fingerprint
 
 
-# Samples that are left out
-
-
-@pytest.mark.parametrize("exclude", [[1], [1, 4], [5]])
-def test_the_fingerprint_changes_with_what_is_left_out_of_training(
-    exclude: list[int],
-) -> None:
-    others = {
-        plan_of(9, exclude=other).fingerprint
-        for other in ([], [1], [1, 4], [5])
-        if other != exclude
-    }
-    assert plan_of(9, exclude=exclude).fingerprint not in others
-    # In any order, and named twice.
-    again = plan_of(9, exclude=[*reversed(exclude), exclude[0]])
-    assert again.fingerprint == plan_of(9, exclude=exclude).fingerprint
-    # As with the validation store itself: it is not part of what a cursor needs.
-    assert (
-        plan_of(9, val=5, val_exclude=[1]).fingerprint == plan_of(9, val=5).fingerprint
-    )
-
-
 def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
     with pytest.raises(
         ConfigError,
@@ -357,7 +277,7 @@ def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
 
 # Seeds
 
-TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
+TRAIN = MicroBatchId("train", 1, 0, 0)
 
 
 def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
@@ -376,30 +296,7 @@ def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
         assert words.dtype == np.uint64 and len(np.unique(words)) == len(words)
 
 
-def test_sample_keys_depend_on_the_index_alone_within_an_epoch() -> None:
-    plan = plan_of()
-    assert (keys_of(plan, TRAIN, [4, 2]) == keys_of(plan, TRAIN, [2, 4])[::-1]).all()
-
-
-def test_repeat_0_has_the_plain_key_and_all_others_have_keys_of_their_own() -> None:
-    plan, indices = plan_of(), np.repeat(np.arange(100), 50)
-    repeats = np.tile(np.arange(50), 100)
-    keys = keys_of(plan, TRAIN, indices, repeats)
-    assert (keys[::50] == keys_of(plan, TRAIN, np.arange(100))).all()
-    assert len(np.unique(keys, axis=0)) == len(np.unique(keys[:, 0])) == len(keys)
-    assert keys[3].tolist() == keys_of(plan, TRAIN, [0], [3])[0].tolist()
-
-
-def test_validation_has_the_same_keys_in_every_epoch() -> None:
-    plan = plan_of(val=5)
-    first, later = (
-        plan.sample_keys("val", plan.draw(MicroBatchId("val", epoch, 0, 0)))
-        for epoch in (0, 1)
-    )
-    assert (first == later).all()
-
-
-@properties(30)
+@given(plans())
 def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
     stream = whole(plan)
     seeds = [plan.micro_batch_seed(at) for at in stream]
@@ -414,7 +311,7 @@ def test_attempts_at_a_substitute_differ() -> None:
 # The clock of the run
 
 
-@properties()
+@given(plans())
 def test_the_clock_of_the_run_counts_training_steps_alone(plan: Plan) -> None:
     done, total = 0, plan.config.epochs * plan.steps_per_epoch
     for at in whole(plan):

@@ -1,28 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.plan.selection import JoinedSelection, Selection
 
 
-@given(st.sets(st.integers(0, 40)), st.integers(1, 60))
-@settings(max_examples=80, deadline=None)
-def test_kept_samples_are_numbered_in_their_order(
-    left_out: set[int], size: int
-) -> None:
-    kept = Selection(sorted(left_out, reverse=True), 61)
-    indices = np.array(
-        [index for index in range(size) if index not in left_out], np.int64
-    )
-    numbers = np.arange(len(indices))
-    assert kept.indices(numbers).tolist() == indices.tolist()
-    assert kept.numbers(indices).tolist() == numbers.tolist()
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
-@settings(max_examples=80, deadline=None)
 def test_what_is_selected_is_numbered_in_its_order_however_it_is_held(
     keep: list[bool],
 ) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import ConfigError
@@ -21,7 +21,6 @@ endings = st.sampled_from(["", " by class", " seed 7", " by class seed 7"])
 
 
 @given(st.integers(1, 400), percents, percents, endings)
-@settings(max_examples=150, deadline=None)
 def test_training_and_validation_never_overlap(
     size: int, percent: int, of_val: int, ending: str
 ) -> None:
@@ -35,7 +34,6 @@ def test_training_and_validation_never_overlap(
 
 
 @given(st.integers(2, 400), st.data(), endings, st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_a_smaller_share_is_a_part_of_a_larger_one(
     size: int, data: st.DataObject, ending: str, is_val: bool
 ) -> None:

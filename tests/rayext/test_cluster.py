@@ -75,21 +75,6 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
     return str(told["address"])
 
 
-def test_a_driver_brings_what_forks_of_a_local_cluster_have_already(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
-    cluster.connect("head:6379")
-    brought = told["runtime_env"]["env_vars"]
-    assert brought.items() <= cluster._local_environment("text").items()
-    # another checkout's workers are not forks
-    assert brought["RAYPIPE_CODE"] == str(Path(cluster.__file__).parents[1])
-
-
 _SECOND_DRIVER = """
 import os, ray, raypipe
 from pathlib import Path

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 import warnings
@@ -17,13 +16,8 @@ from ray.data._internal.execution.bundle_queue import ReorderingBundleQueue
 from ray.data._internal.execution.streaming_executor_state import OpBufferQueue
 from tiers import is_soak
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ResourceError
+from raypipe.config import PoolConfig
 from raypipe.rayext.execution import Settings, StreamAutoscaler, context_of
-from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import host_batches
-from raypipe.streaming.supervisor import start_supervisor
 
 
 @pytest.mark.cluster
@@ -134,37 +128,3 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
     strategy = reader._ray_remote_args["scheduling_strategy"]
     # hard, Ray fails the task once the node drains
     assert strategy.node_id == node and strategy.soft
-
-
-@pytest.mark.system
-@pytest.mark.cluster
-def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
-    all_cpus_held: None, stores: dict[str, Path]
-) -> None:
-    spec = open_stream(
-        stores["train"],
-        plan=PlanConfig(micro_batch_size=10),
-        transform=TransformConfig(train="small", size=8),
-        pool=PoolConfig(stall_timeout_s=5),
-    )
-    supervisor = start_supervisor()
-    with pytest.raises(ResourceError) as caught:
-        next(
-            host_batches(
-                splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]
-            )
-        )
-    for part in (
-        "the stream has stalled",
-        "for 5 s",
-        "1 have not started",
-        "0 free CPUs",
-        "Add CPU nodes",
-    ):
-        assert part in str(caught.value)
-    ((kind, text),) = ray.get(supervisor.events.remote(0))
-    assert kind == "scale"
-    assert re.match(
-        r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s",
-        text,
-    ), text

@@ -21,8 +21,6 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
-from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import (
@@ -33,7 +31,6 @@ from raypipe.errors import (
     SampleError,
 )
 from raypipe.rayext.failures import cause_of, deaths, explanation, is_final
-from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
 # As Gloo words it, in a rank whose peer was killed.
@@ -227,20 +224,3 @@ def test_what_a_real_task_raises_is_told_apart(ray_cluster: None) -> None:
         isinstance(cause_of(errors[0]), ConfigError)
         and str(cause_of(errors[0])) == "a wrong size"
     )
-
-
-def test_ray_train_ends_at_the_first_final_error_and_tries_deaths_again() -> None:
-    policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run")
-    decisions = [
-        policy.make_decision(WorkerGroupError("", failures))
-        for failures in (
-            {0: GLOO, 1: LOST},
-            {0: ResourceError("after 900 s"), 1: GLOO},
-            {1: LOST},
-        )
-    ]
-    assert decisions == [
-        FailureDecision.RETRY,
-        FailureDecision.RAISE,
-        FailureDecision.RAISE,
-    ]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,14 +29,13 @@ from ray.train.v2._internal.execution.worker_group.poll import (
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
-from ray.util.placement_group import placement_group, placement_group_table
 
 import raypipe
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext import train_runs
-from raypipe.rayext.controller import free_resources_of, own_controller
+from raypipe.rayext.controller import own_controller
 from raypipe.rayext.failures import cause_of
-from raypipe.rayext.train_runs import FinalErrors, adapt
+from raypipe.rayext.train_runs import FinalErrors
 
 # A process that only imports raypipe
 
@@ -153,74 +151,6 @@ def test_an_own_elastic_loop_leaves_out_workers_that_do_not_divide(
     assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
 
 
-def controller_of(run_callbacks: list[Any], worker_group: Any) -> Any:
-    """A controller of Ray Train, as far as raypipe changes it."""
-    return SimpleNamespace(
-        _health_check_interval_s=2.0,
-        _controller_callbacks=[],
-        _worker_group_callbacks_to_propagate=run_callbacks,
-        _worker_group=worker_group,
-    )
-
-
-class Watcher:
-    def __init__(self) -> None:
-        self._poll_interval_s = 5.0
-        self.__ray_call__ = SimpleNamespace(remote=lambda call: call(self))
-
-
-@pytest.mark.parametrize("has_started", [True, False])
-def test_a_controller_is_adapted_once_and_keeps_what_a_user_set(
-    has_started: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_runs, "introduce", lambda: None)
-    logs = SimpleNamespace(getLogger=lambda name: logger, ERROR=logging.ERROR)
-    monkeypatch.setattr(train_runs, "logging", logs)
-    for name in ("HEALTH_CHECK", "PREEMPTION_POLL"):
-        monkeypatch.delenv(f"RAY_TRAIN_{name}_INTERVAL_S", raising=False)
-    filters: list[Any] = []
-    logger = SimpleNamespace(addFilter=filters.append)
-    notices = SimpleNamespace(_poll_interval_s=5.0, _watcher=Watcher())
-    group = SimpleNamespace(_callbacks=[notices])
-    controller = controller_of([notices], group if has_started else None)
-    for _ in range(2):
-        adapt(controller)
-    assert controller._health_check_interval_s == 0.5 and len(filters) == 2
-    assert notices._poll_interval_s == notices._watcher._poll_interval_s == 1.0
-    later = controller._worker_group_callbacks_to_propagate
-    assert [type(callback) for callback in later[1:]] == [FinalErrors]
-    assert group._callbacks == (later if has_started else [notices])
-
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "3")
-    controller._health_check_interval_s = 3.0
-    del later[1:]
-    adapt(controller)
-    assert controller._health_check_interval_s == 3.0 and len(later) == 2
-
-
-def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
-    monkeypatch.setattr(train_runs, "introduce", lambda: None)
-    adapt(controller_of([], None))
-    # As Ray Train does when a run begins: this resets the levels of loggers below its own.
-    levels = {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "loggers": {"ray.train": {"level": "INFO"}},
-    }
-    logging.config.dictConfig(levels)
-    warning = noisy.makeRecord(
-        noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None
-    )
-    error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
-    assert not noisy.filter(warning) and noisy.filter(error)
-    for name in train_runs._SILENCED:  # the process of these tests is no controller
-        silenced = logging.getLogger(f"ray.train.v2._internal.{name}")
-        silenced.removeFilter(train_runs._is_error)
-
-
 # Errors of raypipe's own in a TorchTrainer
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
@@ -293,24 +223,6 @@ def test_an_error_of_raypipe_ends_an_own_loop_at_its_first_try(
 
 
 # What a controller leaves behind that was killed
-
-
-@pytest.mark.system
-def test_what_a_dead_controller_had_reserved_is_free_again(ray_cluster: None) -> None:
-    class Reserving:
-        def reserve(self) -> Any:
-            group = placement_group([{"CPU": 1}])
-            ray.get(group.ready())
-            return group
-
-    dead, alive = [ray.remote(num_cpus=0)(Reserving).remote() for _ in range(2)]
-    groups = ray.get([actor.reserve.remote() for actor in (dead, alive)])
-    ray.kill(dead)
-    free_resources_of(dead)
-    states = [placement_group_table(group)["state"] for group in groups]
-    free_resources_of(alive)
-    ray.kill(alive)
-    assert states == ["REMOVED", "CREATED"]
 
 
 @pytest.mark.system

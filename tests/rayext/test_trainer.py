@@ -32,7 +32,6 @@ from raypipe.rayext.trainer import (
     FixedPolicy,
     OnlyDeathsPolicy,
     RunTrainer,
-    use_divisors,
     who_died,
 )
 
@@ -58,21 +57,6 @@ def decided(
         return None
     assert isinstance(decision, ResizeDecision)
     return decision.num_workers
-
-
-def test_an_elastic_trainer_of_a_users_own_takes_divisors() -> None:
-    from ray.train.v2.api import data_parallel_trainer
-
-    checked, other = (ScalingConfig(num_workers=(1, 4)) for _ in range(2))
-    use_divisors(checked, 900, 4)
-    use_divisors(checked, 60, 12)  # checked again, for another stream
-    policy = data_parallel_trainer.create_scaling_policy(checked)
-    assert isinstance(policy, DivisorScalingPolicy)
-    assert (policy._timeout_s, policy._per_step) == (60, 12)
-    others = [other, ScalingConfig(num_workers=2)]
-    for config in others:
-        policy = data_parallel_trainer.create_scaling_policy(config)
-        assert type(policy).__module__.startswith("ray.")
 
 
 @pytest.mark.parametrize(

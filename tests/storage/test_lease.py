@@ -224,13 +224,13 @@ def test_a_lease_given_back_while_it_is_renewed_stays_given_back(
     def slow_look(run_uri: str, token: str) -> bool:
         found = is_held(run_uri, token)
         looked.set()
-        time.sleep(1)  # in which it is given back, or would be
+        time.sleep(0.3)  # in which it is given back, or would be
         return found
 
     monkeypatch.setattr("raypipe.storage.lease.is_held", slow_look)
     with lease(f"{bucket}/run"):
         assert looked.wait(PATIENCE_S)
-    time.sleep(2)
+    time.sleep(0.6)
     with lease(f"{bucket}/run") as mine:
         filesystem, folder = open_filesystem(f"{bucket}/run/lease")
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(folder))

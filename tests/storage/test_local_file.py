@@ -21,9 +21,6 @@ from raypipe.storage.local_file import (
     open_regular,
     try_lock,
 )
-from raypipe.stores import open_writer
-
-from pictures import write_tar  # isort: skip
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO": (os.mkfifo, "a FIFO"),
@@ -41,10 +38,8 @@ def _linked(path: Path, make: Callable[[Path], object]) -> None:
 
 # Each request is tried in a child: a read that waits ends with it, and so does one that takes all memory.
 SERVER = """
-import io, json, os, resource, signal, sys
+import json, os, resource, signal, sys
 import numpy as np
-import raypipe.commands.convert, raypipe.commands.inspection
-from raypipe.commands.cli import main
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.stores.bad_list import read_bad_list
@@ -56,16 +51,6 @@ def store(path):
     opened = open_store(path)
     opened.read(np.arange(len(opened)), ("image",))
 
-def command(*args):
-    sys.stderr = io.StringIO()
-    try:
-        main(list(args))
-    except SystemExit:
-        raise Told(sys.stderr.getvalue().strip())
-
-class Told(Exception):
-    pass
-
 def job(run: RunConfig): ...
 
 empty = memory.MemoryStore([b"x"], [0])
@@ -73,8 +58,6 @@ READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.exclude"),
     "digests": DigestFile.read,
-    "inspect": lambda path: command("inspect", path),
-    "convert": lambda path: command("convert", path, path + ".lmdb"),
     "settings": lambda path: parse_command("", job, ["--config", path], "doc"),
 }
 for line in sys.stdin:
@@ -87,8 +70,6 @@ for line in sys.stdin:
         try:
             READERS[reader](path)
             outcome = "nothing is wrong"
-        except Told as error:
-            outcome = str(error)
         except BaseException as error:
             outcome = f"{type(error).__name__}: {error}"
         os.write(sending, outcome.encode()[:4000])
@@ -140,36 +121,6 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
         assert read("store", path).startswith(f"StoreError: {path} contains no store")
     else:
         check_refused(read("store", path), f"train.{suffix}", kind)
-
-
-@pytest.mark.parametrize(
-    ("reader", "suffix"),
-    [
-        ("inspect", "tar"),
-        ("inspect", "parquet"),
-        ("convert", "tar"),
-        ("convert", "parquet"),
-    ],
-)
-def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / f"train.{suffix}")
-    check_refused(read(reader, tmp_path / f"train.{suffix}"), f"train.{suffix}", "FIFO")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
-@pytest.mark.parametrize("suffix", ["tar", "parquet", "lmdb"])
-def test_one_of_several_shards(
-    suffix: str, kind: str, read: Read, tmp_path: Path
-) -> None:
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    if suffix == "tar":
-        write_tar(shards / "a.tar", [{"image": b"x", "label": 1}])
-    else:
-        with open_writer(shards / f"a.{suffix}") as writer:
-            writer.append({"image": b"x", "label": 1})
-    KINDS[kind][0](shards / f"b.{suffix}")
-    check_refused(read("store", shards), f"b.{suffix}", kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores import open_store
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.destination import write_atomically
-
-from pictures import CLASSES, samples, write_tar  # isort: skip
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -93,20 +89,6 @@ def test_several_splits_in_one_folder_are_never_mixed(
     assert listed(folder / f"{names[0][:5]}*.x") == [
         name for name in sorted(names) if name[:5] == names[0][:5]
     ]
-
-
-@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
-def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
-    for name in ("train", "val"):
-        path = tmp_path / f"{name}.{suffix}"
-        write_tar(path, samples(3)) if suffix == "tar" else write_atomically(
-            str(path), samples(3), CLASSES
-        )
-    message = rf"several splits: train \(1\), val \(1\)\. A store is one .*, such as {tmp_path}/val\.{suffix}"
-    with pytest.raises(StoreError, match=message):
-        len(open_store(tmp_path))
-    (tmp_path / f"val.{suffix}").rename(tmp_path / f"train-1.{suffix}")
-    assert len(open_store(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(

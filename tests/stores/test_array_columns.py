@@ -12,15 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from tars import by_suffix, write_members
 
-from raypipe.commands.copies import CopySettings, write_shard
-from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.plain_columns import column_types
 
 from pictures import picture  # isort: skip
 
@@ -107,19 +104,6 @@ def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None
         [2, 3],
         [2, 3],
     ]
-    with pytest.raises(StoreError, match="labels must be numbers, or lists of numbers"):
-        len(
-            open_store(
-                write_parquet(tmp_path / "b.parquet", text=pa.array(list("abcd"))),
-                target_column="text",
-            )
-        )
-    nulls = open_store(
-        write_parquet(tmp_path / "c.parquet", score=pa.array([0.5, None, 2, 3])),
-        target_column="score",
-    )
-    with pytest.raises(StoreError, match="has a null label"):
-        nulls.read(np.arange(2))
 
 
 TYPES = {
@@ -128,29 +112,31 @@ TYPES = {
     "embedding": "float32[3]",
     "grid": "uint8[2,3]",
 }
+OTHERS = {"caption": "string", "width": "int64", "score": "float64", "mask": "binary"}
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
-def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
-    with open_writer(tmp_path / name, TYPES) as writer:
+def test_writers_keep_columns_of_all_types(name: str, tmp_path: Path) -> None:
+    columns = {
+        "caption": ["ä0", None, "ä2", ""],
+        "width": [0, -1, 1 << 62, 3],
+        "score": [0.5, 0.25, -1.5, 1e300],
+        "mask": [b"m", None, b"", b"n"],
+    }
+    with open_writer(tmp_path / name, OTHERS | TYPES) as writer:
         for row in range(4):
-            writer.append(
-                {
-                    "image": b"x",
-                    "label": row,
-                    "embedding": EMBEDDINGS[row],
-                    "grid": GRIDS[row],
-                }
-            )
+            sample = {column: values[row] for column, values in columns.items()}
+            sample |= {"embedding": EMBEDDINGS[row], "grid": GRIDS[row]}
+            writer.append({**sample, "image": b"x" * row, "label": row})
     store = open_store(tmp_path / name)
+    assert store.stored.names == ["image", "label", *OTHERS, "embedding", "grid"]
     found = store.read(ORDER, tuple(store.schema.names))
-    assert (
-        np.array_equal(found["embedding"], EMBEDDINGS[ORDER])
-        and found["embedding"].dtype == np.float32
-    )
-    assert (
-        np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
-    )
+    for column, arrays in (("embedding", EMBEDDINGS), ("grid", GRIDS)):
+        assert np.array_equal(found[column], arrays[ORDER])
+        assert found[column].dtype == arrays.dtype
+    for column, values in columns.items():
+        assert list(found[column]) == [values[row] for row in ORDER]
+    assert found["image"] == [b"x" * row for row in ORDER]
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
     as_target = open_store(tmp_path / name, target_column="embedding")
     assert "embedding" not in tuple(as_target.schema.names) and not is_class(as_target)
@@ -187,30 +173,6 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
         match=r"column 'name' has type string; labels must be .*: set target_column to one of image, score, name",
     ):
         len(open_store(tmp_path / "a.lmdb", target_column="name"))
-
-
-@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-def test_a_copy_keeps_arrays_float_labels_and_lists(
-    suffix: str, tmp_path: Path
-) -> None:
-    path = write_parquet(
-        tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
-    )
-    store = open_store(path)
-    columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
-    assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
-    assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    settings = CopySettings(dst=str(tmp_path), suffix=suffix, columns=columns)
-    list(write_shard(StoreRows(store, 0, 4, settings), 0, 0, settings))
-    copy = open_store(tmp_path / f"00000{suffix}")
-    found, expected = (
-        each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)
-    )
-    assert np.array_equal(found["embedding"], expected["embedding"]) and np.array_equal(
-        found["grid"], GRIDS[ORDER]
-    )
-    assert found["label"].tolist() == expected["label"].tolist() and not is_class(copy)
-    assert [json.loads(text) for text in found["ragged"]] == expected["ragged"]
 
 
 def webdataset(path: Path, *contents: Any) -> Store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ import raypipe
 from raypipe.commands.cli import main
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import local_cache
-from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import open_store, tar_jumps, tar_samples
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
@@ -113,58 +110,6 @@ def test_an_epoch_and_all_later_ones_read_each_byte_once(
     batches = without_ray.digests(spec)
     assert len(batches) == 2 * NUM_TARS * PER_TAR // 4
     assert 0.7 * stored < sent(proxy) <= stored
-
-
-def test_all_processes_and_threads_of_a_node_share_a_part(
-    tars: tuple[Path, str], proxy: FaultyProxy
-) -> None:
-    store = open_store(tars[1])
-    indices = np.arange(len(store))
-    copies = [pickle.loads(pickle.dumps(store)) for _ in range(3)]
-    found: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda s=s: found.append(s.read(indices)["image"]))
-        for s in copies
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    once = sent(proxy)
-    shared_cache().close_evicted()
-    assert (
-        len(found) == 3
-        and found[0]
-        == found[1]
-        == found[2]
-        == open_store(tars[0]).read(indices)["image"]
-    )
-    local_cache._cache_of.cache_clear()  # as in another process
-    assert pickle.loads(pickle.dumps(store)).read(indices)["image"] == found[0]
-    assert (
-        sent(proxy)
-        == once
-        <= sum(path.stat().st_size for path in tars[0].glob("*.tar"))
-    )
-
-
-def test_a_cache_below_a_window_delivers_the_same_within_its_limit(
-    tars: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 6 * GROUP
-    monkeypatch.setenv("RAYPIPE_CACHE_BYTES", str(limit))
-    store, indices = (
-        open_store(tars[1]),
-        np.random.default_rng(0).permutation(NUM_TARS * PER_TAR),
-    )
-    for first in range(0, len(indices), 3):
-        wanted = indices[first : first + 3]
-        assert store.read(wanted)["image"] == open_store(tars[0]).read(wanted)["image"]
-        kept = sum(
-            path.stat().st_size
-            for path in (tmp_path / "cache" / "shards").glob("[!.]*")
-        )
-        assert kept <= limit
 
 
 def test_the_digest_is_the_local_ones_in_windows_and_in_the_whole(

@@ -51,19 +51,6 @@ def test_a_folder_around_the_classes_is_none(
     assert make(tmp_path / "a.tar", *names).classes == classes
 
 
-def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
-    names = "train/a/1.png", "train/b/1.png", "val/a/1.png"
-    for name in names:
-        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "folder" / name).touch()
-    for store in (make(tmp_path / "a.tar", *names), open_store(tmp_path / "folder")):
-        with pytest.raises(
-            StoreError,
-            match="has the folders train, val, which are splits, not classes",
-        ):
-            len(store)
-
-
 def test_the_last_member_of_a_name_counts(tmp_path: Path) -> None:
     store = make(
         tmp_path / "a.tar",
@@ -109,16 +96,6 @@ def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path) -> None:
     )
     other = make(tmp_path / "c.tar", "a/1.png", "b/3.png")
     assert store.fingerprint == same.fingerprint != other.fingerprint
-
-
-def test_tars_of_both_layouts_are_no_store(tmp_path: Path) -> None:
-    make(tmp_path / "t-0.tar", "a/1.png")
-    make(tmp_path / "t-1.tar", "1.png", ("1.cls", b"3"))
-    with pytest.raises(
-        StoreError,
-        match=r"t-1\.tar is a tar of WebDataset, but .*t-0\.tar has class folders",
-    ):
-        len(open_store(tmp_path / "t-{0..1}.tar"))
 
 
 @pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/notes.txt"], []])

@@ -27,6 +27,7 @@ from raypipe.storage import retries
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
 from raypipe.stores.facts import facts_of, written_of
+from raypipe.stores.filter import matching
 from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -200,14 +201,6 @@ def store(kind: str, tmp_path: Path) -> Store:
     return MAKERS[kind](tmp_path, IMAGES)
 
 
-def test_is_a_store(store: Store) -> None:
-    assert isinstance(store, Store)
-
-
-def test_names_its_address(store: Store, tmp_path: Path) -> None:
-    assert store.address.startswith((str(tmp_path), "memory:"))
-
-
 def test_reads_all_in_order(store: Store) -> None:
     assert len(store) == len(IMAGES)
     batch = store.read(np.arange(len(IMAGES)))
@@ -279,6 +272,26 @@ NAMES = {
 def test_names_its_samples(store: Store, kind: str, tmp_path: Path) -> None:
     assert name_of(store, 9) == (f"{tmp_path}{NAMES[kind]}" if kind in NAMES else "")
     assert name_of(store, len(IMAGES) + 7) == ""
+
+
+# in the column `name`; without one in the files, the number of the row
+NAMED = {
+    "lmdb_of_folders": "cat/000009.jpg",
+    "lmdb_of_lsun": f"{9 * 0x9E3779B97F4A7C15:040x}",
+    "parquet_hf": "3.png",
+    "folder": "cat/009.PNG",
+    "table": "009.png",
+    "webdataset": "000009",
+    "webdataset_shards": "000009",
+}
+
+
+def test_has_a_column_of_names(store: Store, kind: str) -> None:
+    if kind == "simple":
+        pytest.skip("it has the columns of its class")
+    name = NAMED.get(kind, "9")
+    assert store.read(np.array([9, 0, 9]), ("name",))["name"][::2] == [name] * 2
+    assert matching(store, f"name == {name!r}")[9]
 
 
 def test_groups(store: Store, kind: str) -> None:
@@ -425,24 +438,20 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize(
-    "kind", ["lmdb", "lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"]
-)
-def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
-    store.read(np.array([0]))
-    (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))
+def test_stores_are_read_in_another_process(tmp_path: Path) -> None:
+    stores = []
+    for kind in ("lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"):
+        (tmp_path / kind).mkdir()
+        stores.append(MAKERS[kind](tmp_path / kind, IMAGES))
+        stores[-1].read(np.array([0]))
+    (tmp_path / "stores").write_bytes(pickle.dumps(stores))
     program = (
         "import pathlib, pickle, sys, numpy as np\n"
-        "store = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
-        "print(store.fingerprint, len(store.read(np.array([9]))['image'][0]))"
+        "for store in pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()):\n"
+        "    print(store.fingerprint, len(store.read(np.array([9]))['image'][0]))"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "store.pickle")]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-        timeout=60,
-    )
-    assert result.stdout.split() == [store.fingerprint, str(len(IMAGES[9]))]
+    command = [sys.executable, "-c", program, str(tmp_path / "stores")]
+    root = Path(__file__).parents[2]
+    printed = subprocess.check_output(command, text=True, cwd=root, timeout=60)
+    expected = [f"{store.fingerprint} {len(IMAGES[9])}" for store in stores]
+    assert printed.splitlines() == expected

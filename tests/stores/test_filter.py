@@ -79,28 +79,6 @@ def test_what_is_no_filter_names_the_setting_and_what_is_allowed(
         matching(STORE, expression)
 
 
-def test_a_filter_reads_the_columns_that_it_names_a_part_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    class Watched(MemoryStore):
-        def read(
-            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-        ) -> dict[str, object]:
-            asked.append((len(indices), columns))
-            return super().read(indices, columns)
-
-    monkeypatch.setattr("raypipe.stores.scan._CHUNK", 4)
-    store = Watched([b""] * 6, list(range(6)), columns={"width": list(range(6))})
-    assert np.flatnonzero(matching(store, "width > 1 and label < 5")).tolist() == [
-        2,
-        3,
-        4,
-    ]
-    assert asked == [(4, ("width", "label")), (2, ("width", "label"))]
-
-
 def test_a_column_has_one_type_where_many_samples_in_a_row_have_no_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

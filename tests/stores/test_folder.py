@@ -51,19 +51,6 @@ def test_order_and_suffixes(tmp_path: Path) -> None:
     assert store.read(np.arange(8))["label"].tolist() == [0, 0, 1, 2, 2, 3, 3, 3]
 
 
-def test_hidden_files_do_not_count(tmp_path: Path) -> None:
-    store = make(tmp_path, "a/1.png", "a/._1.png", "a/.cache/2.png", ".git/3.png")
-    assert store.classes == ("a",)
-    assert names_of(store) == ["a/1.png"]
-
-
-def test_empty_class_keeps_its_label(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    store = make(tmp_path, "a/1.png", "c/1.png")
-    assert store.classes == ("a", "b", "c")
-    assert store.read(np.arange(2))["label"].tolist() == [0, 2]
-
-
 def test_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     make(outside, "x.png", "more/y.png")

@@ -95,16 +95,6 @@ def test_what_is_read_is_what_the_store_has_and_is_read_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["train", "parquet"])
-def test_a_store_in_files_is_copied_whole(kind: str, stores: dict[str, Path]) -> None:
-    plain = raypipe.open_store(stores[kind])
-    names = tuple(plain.schema.names)
-    rows = np.arange(len(plain))[::-1].copy()
-    copy = held(raypipe.open_store(stores[kind]))
-    assert_same(copy.read(rows, names), plain.read(rows, names))
-    assert all(isinstance(image, memoryview) for image in copy.read(rows)["image"])
-
-
 def test_a_store_that_is_only_looked_at_is_not_copied(folder: Path) -> None:
     inner = make()
     InMemoryStore(inner).read(np.arange(3))
@@ -179,12 +169,3 @@ def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None
     assert without_ray.digests(mixture) == without_ray.digests(
         raypipe.open_stream({"a": make(), "b": make()}, **options)
     )
-
-
-def test_close_gives_the_memory_back(folder: Path) -> None:
-    store = held(MemoryStore([picture(1)] * 2, [0, 1]))
-    store.read(np.arange(2))
-    assert len(list(folder.iterdir())) == 2
-    store.close()
-    assert [path.name for path in folder.iterdir()] == [".lock"]
-    assert store.read(np.array([1]))["image"] == [picture(1)]

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import pickle
-import shutil
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import numpy as np
 import pytest
-from lmdb_extension import needs_extension
 
-import raypipe
 from raypipe.errors import StoreError
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.record import KEY, METADATA_KEY
+from raypipe.stores.record import KEY
 from raypipe.stores.writers import LMDBWriter
 
-PAGE_BYTES = 4096
 METADATA = {
     "version": 1,
     "count": 1,
@@ -43,16 +36,6 @@ def write(
     with LMDBWriter(path, **options) as writer:
         for i in range(num_samples):
             writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
-    return path
-
-
-def write_raw(path: Path, entries: Mapping[bytes, bytes], subdir: bool = False) -> Path:
-    with (
-        lmdb.open(str(path), subdir=subdir, lock=False) as env,
-        env.begin(write=True) as txn,
-    ):
-        for key, value in entries.items():
-            txn.put(key, value)
     return path
 
 
@@ -92,21 +75,6 @@ def test_layout_is_as_documented(tmp_path: Path) -> None:
     }
 
 
-def test_no_lmdb(tmp_path: Path) -> None:
-    (tmp_path / "a.lmdb").write_bytes(b"no database" * 2_000)
-    with pytest.raises(StoreError, match=r"a\.lmdb cannot be opened as LMDB"):
-        len(LMDBStore(tmp_path / "a.lmdb"))
-
-
-def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreError, match=r"a\.lmdb cannot be opened as LMDB: .*No such file"
-    ):
-        len(LMDBStore(tmp_path / "a.lmdb"))
-    with pytest.raises(StoreError, match=r"has no \*\.lmdb files"):
-        len(LMDBStore(tmp_path))
-
-
 def test_damaged_values_are_missing_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb", num_samples=6)
 
@@ -140,38 +108,6 @@ def test_count_mismatch(tmp_path: Path) -> None:
         len(LMDBStore(path))
 
 
-class _Trap:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.marker,)
-
-
-def test_pickles_are_never_run(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    trap = pickle.dumps(_Trap(marker))
-    pickle.loads(trap)
-    assert marker.exists()  # it is a trap
-    marker.unlink()
-
-    with pytest.raises(StoreError, match="bad __raypipe__ record"):
-        len(LMDBStore(write_raw(tmp_path / "meta.lmdb", {METADATA_KEY: trap})))
-    values = {KEY.pack(0): trap, METADATA_KEY: json.dumps(METADATA).encode()}
-    LMDBStore(write_raw(tmp_path / "values.lmdb", values)).read(np.array([0]))
-    assert not marker.exists()
-
-
-def test_lmdb_of_other_programs_is_named_as_such(tmp_path: Path) -> None:
-    for name, subdir in (("a.lmdb", False), ("environment", True)):
-        write_raw(tmp_path / name, {b"key": b"value"}, subdir=subdir)
-        with pytest.raises(
-            StoreError,
-            match=rf"{name} is LMDB of an unknown layout .* Read it with the library",
-        ):
-            len(raypipe.open_store(tmp_path / name))
-
-
 def test_shards_must_agree(tmp_path: Path) -> None:
     write(tmp_path / "0.lmdb", classes=["a"])
     write(tmp_path / "1.lmdb", classes=["b"])
@@ -186,49 +122,6 @@ def test_empty_shards(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.lmdb", num_samples)
     store = LMDBStore(tmp_path)
     assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
-
-
-@needs_extension
-def test_stores_of_one_file_close_apart(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb")
-    (tmp_path / "link.lmdb").symlink_to(path)
-    stores = [LMDBStore(path), LMDBStore(path), LMDBStore(tmp_path / "link.lmdb")]
-    for store in stores:
-        assert store.read(np.array([7]))["label"].tolist() == [7]
-    stores[0].close()
-    assert stores[1].read(np.array([7]))["label"].tolist() == [7]
-    with (
-        lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env,
-        env.begin() as txn,
-    ):
-        assert txn.get(METADATA_KEY)  # nor are they in the way of the library
-
-
-@needs_extension
-def test_a_page_of_garbage_is_bad_samples_and_no_more(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=30, num_bytes=3_000)
-    good = path.read_bytes()
-    num_bad = []
-    for start in range(2 * PAGE_BYTES, len(good), PAGE_BYTES):
-        path.write_bytes(
-            good[:start] + b"\xa5" * PAGE_BYTES + good[start + PAGE_BYTES :]
-        )
-        try:
-            batch = LMDBStore(path).read(np.arange(30))
-        except StoreError:
-            num_bad.append(-1)  # the page that leads to the metadata
-        else:
-            num_bad.append(sum(image is None for image in batch["image"]))
-    assert num_bad.count(1) == 30 and set(num_bad) <= {-1, 0, 1}
-
-
-@needs_extension
-def test_a_file_cut_short_under_a_reader_is_bad_samples(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb")
-    store = LMDBStore(path)
-    assert len(store) == 20
-    os.truncate(path, 2 * PAGE_BYTES)
-    assert store.read(np.arange(20))["image"] == [None] * 20
 
 
 def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
@@ -262,40 +155,6 @@ def test_threads(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def _read_in_child(
-    store: LMDBStore, path: Path, answers: multiprocessing.Queue
-) -> None:
-    inherited = store.read(np.array([3, 1]))["label"].tolist()
-    opened_anew = LMDBStore(path).read(np.array([3, 1]))["label"].tolist()
-    answers.put((inherited, opened_anew))
-
-
-def test_forks(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb")
-    store = LMDBStore(path)
-    store.read(np.arange(20))
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    children = [
-        fork.Process(target=_read_in_child, args=(store, path, answers))
-        for _ in range(3)
-    ]
-    for child in children:
-        child.start()
-    for _ in children:
-        assert answers.get(timeout=300) == ([3, 1], [3, 1])
-    for child in children:
-        child.join(timeout=300)
-        assert child.exitcode == 0
-    assert store.read(np.array([5]))["label"].tolist() == [5]
-
-
 def test_writer_writes_equal_files(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.lmdb"), write(tmp_path / "b.lmdb")
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_copied_store_is_the_same(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb")
-    copy = Path(shutil.copy(path, tmp_path / "copy.lmdb"))
-    assert LMDBStore(copy).fingerprint == LMDBStore(path).fingerprint

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pictures import picture
 
 import raypipe
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import lmdb_file, open_store, open_writer
+from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import keys_in
 
@@ -48,19 +48,6 @@ def _plain(value: Any) -> Any:
 
 
 # Layouts
-
-
-def test_lsun_is_a_store_of_images(tmp_path: Path) -> None:
-    keys = sorted(os.urandom(20).hex().encode() for _ in IMAGES)
-    path = write_entries(
-        tmp_path / "bedroom_train_lmdb",
-        dict(zip(keys, IMAGES, strict=True)),
-        folder=True,
-    )
-    for address in (path, path / "data.mdb"):
-        store = open_store(address)
-        assert tuple(store.stored.names) == ("image", "key") and store.classes is None
-        assert read(store, "image", "key") == [IMAGES, [key.decode() for key in keys]]
 
 
 def test_the_classes_of_lsun_are_its_databases(tmp_path: Path) -> None:
@@ -161,56 +148,35 @@ def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_parts_of_a_value_are_found_by_content(tmp_path: Path) -> None:
-    rows = list(enumerate(IMAGES[:3]))
-    array = {
-        b"nd": True,
-        b"type": b"|u1",
-        b"kind": b"",
-        b"shape": [len(IMAGES[0])],
-        b"data": IMAGES[0],
-    }
-    number = {b"nd": False, b"type": b"<i8", b"data": (5).to_bytes(8, "little")}
-    for name, values, labels in (
-        (
-            "dict",
-            [
-                msgpack.packb({"img": image, "target": row, "id": 7})
-                for row, image in rows
-            ],
-            [0, 1, 2],
-        ),
-        (
-            "label first",
-            [msgpack.packb([row, image]) for row, image in rows],
-            [0, 1, 2],
-        ),
-        (
-            "float",
-            [msgpack.packb([image, row / 2]) for row, image in rows],
-            [0.0, 0.5, 1.0],
-        ),
-        (
-            "lists",
-            [msgpack.packb([image, [row, 1.5]]) for row, image in rows],
-            [[0, 1.5], [1, 1.5], [2, 1.5]],
-        ),
-        ("msgpack_numpy", [msgpack.packb([array, number])] * 3, [5, 5, 5]),
-        ("image alone", [msgpack.packb(image) for _, image in rows], None),
-        (
-            "text",
-            [msgpack.packb((image, f"word {row}")) for row, image in rows],
-            None,
-        ),
-    ):
-        entries = {str(row).encode(): value for row, value in enumerate(values)}
-        store = open_store(write_entries(tmp_path / f"{name}.lmdb", entries))
-        assert read(store, "image") == [
-            [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
-        ], name
-        if labels is not None:
-            assert read(store, "label") == [labels], name
-        assert ("text" in tuple(store.schema.names)) == (name == "text")
+ARRAY = {b"nd": True, b"type": b"|u1", b"kind": b"", b"shape": [len(IMAGES[0])]}
+NUMBER = {b"nd": False, b"type": b"<i8", b"data": (5).to_bytes(8, "little")}
+
+# Name → the value of a row and its image, and the labels of three.
+VALUES: dict[str, tuple[Callable[[int, bytes], Any], list[Any] | None]] = {
+    "dict": (lambda row, image: {"img": image, "target": row, "id": 7}, [0, 1, 2]),
+    "label first": (lambda row, image: [row, image], [0, 1, 2]),
+    "float": (lambda row, image: [image, row / 2], [0.0, 0.5, 1.0]),
+    "lists": (lambda row, image: [image, [row, 1.5]], [[0, 1.5], [1, 1.5], [2, 1.5]]),
+    "msgpack_numpy": (lambda _, image: [{**ARRAY, b"data": image}, NUMBER], [5, 5, 5]),
+    "image alone": (lambda _, image: image, None),
+    "text": (lambda row, image: (image, f"word {row}"), None),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_parts_of_a_value_are_found_by_content(name: str, tmp_path: Path) -> None:
+    value_of, labels = VALUES[name]
+    images = [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
+    values = [msgpack.packb(value_of(*pair)) for pair in enumerate(images)]
+    entries = {b"%d" % row: value for row, value in enumerate(values)}
+    store = open_store(write_entries(tmp_path / "a.lmdb", entries))
+    assert read(store, "image") == [images]
+    if labels is not None:
+        assert read(store, "label") == [labels]
+    assert ("text" in store.schema.names) == (name == "text")
+
+
+def test_a_label_of_a_dict_may_be_named(tmp_path: Path) -> None:
     named = {b"a": msgpack.packb({"image": IMAGES[0], "fine": 3, "label": 1})}
     path = write_entries(tmp_path / "named.lmdb", named)
     assert read(open_store(path, target_column="fine"), "label") == [[3]]
@@ -308,17 +274,6 @@ def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
     assert marker.exists()  # it is a trap
 
 
-def test_numpys_numbers_in_pickles_are_refused_by_name(tmp_path: Path) -> None:
-    path = write_entries(
-        tmp_path / "a.lmdb", {b"0": pickle.dumps((IMAGES[0], np.int64(3)))}
-    )
-    with pytest.raises(
-        StoreError,
-        match=r"a\.lmdb has values .*it names numpy.*scalar.*`raypipe\.convert`",
-    ):
-        len(open_store(path, trust_pickles=True))
-
-
 # What is refused, and damage
 
 
@@ -403,33 +358,6 @@ def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
     assert labels == [None if number in (3, 4, 5) else 1 for number in range(12)]
 
 
-@pytest.mark.system
-def test_without_the_extension_all_stores_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = {
-        b"%d" % number: msgpack.packb((image, number))
-        for number, image in enumerate(IMAGES)
-    }
-    backwards = {**values, b"__keys__": msgpack.packb(list(values)[::-1])}
-    paths = [
-        write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, ("x", "y", "z")),
-        write_texts(tmp_path / "b.lmdb", IMAGES, [f"wörd {n}" for n in range(12)]),
-        write_entries(tmp_path / "c.lmdb", values),
-        write_entries(tmp_path / "d.lmdb", backwards),
-    ]
-
-    def contents(path: Path) -> Any:
-        store = open_store(path)
-        names = tuple(store.schema.names)
-        labels = [store.sample_name(row) for row in range(len(store))]
-        return store.fingerprint, store.classes, names, read(store, *names), labels
-
-    by_extension = [contents(path) for path in paths]
-    monkeypatch.setattr(lmdb_file, "extension", lambda: None)
-    assert [contents(path) for path in paths] == by_extension
-
-
 # The listing
 
 
@@ -478,22 +406,3 @@ def test_other_stores_ignore_the_word_of_trust(tmp_path: Path) -> None:
 
 
 # Whole commands
-
-
-def test_filters_weights_and_epochs_work(tmp_path: Path) -> None:
-    path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS["msgpack"])
-    spec = raypipe.open_stream(
-        path,
-        filter="label != 2",
-        plan=PLAN,
-        transform=raypipe.TransformConfig(train="small", size=16),
-        pool=raypipe.PoolConfig(engine="inline"),
-    )
-    epochs = raypipe.loader(spec).epochs()
-    labels = [
-        label
-        for epoch in epochs
-        for batch in epoch.train
-        for label in batch.target.tolist()
-    ]
-    assert len(labels) == 8 and set(labels) == {0, 1}

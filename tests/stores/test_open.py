@@ -83,13 +83,6 @@ def test_a_source_is_named_with_the_command_that_converts_it(
         open_store(address)
 
 
-def test_mixed_folder(tmp_path: Path) -> None:
-    write(tmp_path / "a.lmdb")
-    write(tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match=r"both \*\.lmdb and \*\.parquet"):
-        open_store(tmp_path)
-
-
 @pytest.mark.parametrize("address", ["a.lmdb", "a.parquet", "class"])
 def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
     write(tmp_path / "a.lmdb")
@@ -158,30 +151,11 @@ def test_a_home_folder_is_found_as_in_every_other_path(
     assert len(open_store("~/a")) == 1
 
 
-def test_options_reach_the_store(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match="no column 'img'"):
-        len(open_store(tmp_path / "a.parquet", image_column="img"))
-
-
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 class TestWriters:
     def test_unknown_suffix(self, tmp_path: Path, suffix: str) -> None:
         with pytest.raises(StoreError, match=r"must be one of \.lmdb, \.parquet"):
             open_writer(tmp_path / f"a{suffix}.zip")
-
-    def test_leaves_one_file(self, tmp_path: Path, suffix: str) -> None:
-        write(tmp_path / f"a{suffix}")
-        assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
-
-    def test_exception_removes_the_file(self, tmp_path: Path, suffix: str) -> None:
-        with (
-            pytest.raises(RuntimeError, match="half way"),
-            open_writer(tmp_path / f"a{suffix}") as writer,
-        ):
-            writer.append({"image": b"x", "label": 1})
-            raise RuntimeError("half way")
-        assert list(tmp_path.iterdir()) == []
 
     def test_never_overwrites(self, tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"a{suffix}"
@@ -196,43 +170,6 @@ class TestWriters:
         store = open_store(tmp_path / f"a{suffix}")
         assert len(store) == 0
         assert store.read(np.array([]))["image"] == []
-
-    def test_extra_columns(self, tmp_path: Path, suffix: str) -> None:
-        columns = {
-            "caption": "string",
-            "image": "binary",
-            "width": "int64",
-            "label": "int64",
-        }
-        columns |= {"score": "float64", "mask": "binary"}
-        with open_writer(tmp_path / f"a{suffix}", columns, ["a", "b"]) as writer:
-            for i in range(3):
-                sample = {
-                    "image": b"i" * i,
-                    "label": i % 2,
-                    "caption": f"ä{i}",
-                    "width": -i,
-                    "score": i / 4,
-                }
-                writer.append({**sample, "mask": None if i == 1 else b"m"})
-        store = open_store(tmp_path / f"a{suffix}")
-        assert tuple(store.stored.names) == (
-            "image",
-            "label",
-            "caption",
-            "width",
-            "score",
-            "mask",
-        )
-        batch = store.read(np.array([2, 1]), columns=tuple(store.schema.names))
-        assert batch["image"] == [b"ii", b"i"]
-        assert batch["caption"] == ["ä2", "ä1"]
-        assert batch["mask"] == [b"m", None]
-        assert (batch["width"].dtype, batch["width"].tolist()) == (np.int64, [-2, -1])
-        assert (batch["score"].dtype, batch["score"].tolist()) == (
-            np.float64,
-            [0.5, 0.25],
-        )
 
     def test_no_labels(self, tmp_path: Path, suffix: str) -> None:
         with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:
@@ -279,17 +216,6 @@ def test_memory_extras() -> None:
     assert batch["name"] == ["y", "x"]
     with pytest.raises(ValueError, match="3 values for 2 images"):
         MemoryStore([b"a", b"b"], [1, 2, 3])
-
-
-@pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
-@pytest.mark.parametrize("pattern", ["train-*.{}", "train-{{0..1}}.{}"])
-def test_several_files_are_a_pattern_whatever_their_kind(
-    tmp_path: Path, suffix: str, pattern: str
-) -> None:
-    for name in ("train-0", "train-1", "val"):
-        path = tmp_path / f"{name}.{suffix}"
-        write_tar(path, SAMPLES) if suffix == "tar" else write(path)
-    assert len(open_store(tmp_path / pattern.format(suffix))) == 2
 
 
 def test_a_pattern_that_only_a_shell_knows_does_not_exist(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.writers import ROW_GROUP_BYTES, ParquetWriter
 
@@ -41,14 +40,6 @@ def write_table(path: Path, metadata: dict | None = None, **columns: pa.Array) -
 IMAGES = pa.array([b"a", b"bb", b"ccc"])
 
 
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
-def test_image_types(tmp_path: Path, kind: pa.DataType) -> None:
-    path = write_table(
-        tmp_path / "a.parquet", image=IMAGES.cast(kind), label=pa.array([0, 1, 2])
-    )
-    assert ParquetStore(path).read(np.array([2, 0]))["image"] == [b"ccc", b"a"]
-
-
 @pytest.mark.parametrize(
     "kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64()]
 )
@@ -60,41 +51,6 @@ def test_label_types(tmp_path: Path, kind: pa.DataType) -> None:
         labels = ParquetStore(path).read(np.array(indices))["label"]
         assert labels.dtype == np.int64
         assert labels.tolist() == indices
-
-
-@pytest.mark.parametrize("names", [("bytes", "path"), ("path", "bytes")])
-def test_hugging_face_nulls(tmp_path: Path, names: tuple[str, str]) -> None:
-    kinds = {"bytes": pa.binary(), "path": pa.string()}
-    rows = [
-        {"bytes": b"a", "path": None},
-        {"bytes": None, "path": "b.png"},
-        None,
-        {"bytes": b"d", "path": "d"},
-    ]
-    images = pa.array(rows, pa.struct([(name, kinds[name]) for name in names]))
-    path = write_table(
-        tmp_path / "a.parquet", image=images, label=pa.array([0, 1, 2, 3])
-    )
-    assert ParquetStore(path).read(np.arange(4))["image"] == [b"a", None, None, b"d"]
-
-
-def test_flat_null(tmp_path: Path) -> None:
-    path = write_table(
-        tmp_path / "a.parquet", image=pa.array([b"a", None]), label=pa.array([0, 1])
-    )
-    assert ParquetStore(path).read(np.arange(2))["image"] == [b"a", None]
-
-
-def test_null_label_is_loud(tmp_path: Path) -> None:
-    path = write_table(
-        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, None, 2])
-    )
-    store = ParquetStore(path)
-    assert store.read(np.array([0, 2]))["label"].tolist() == [0, 2]
-    with pytest.raises(
-        StoreError, match=r"a\.parquet, column 'label' has a null label"
-    ):
-        store.read(np.array([0, 1]))
 
 
 @pytest.mark.parametrize(
@@ -165,27 +121,6 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
         assert len(list((DATA / "hugging-face").glob(f"{split}-*"))) == num_files
 
 
-def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreError,
-        match=r"several splits: test \(1\), train \(2\)\. .*such as .*/train[^/]*\.parquet, or a pattern",
-    ):
-        len(open_store(DATA / "hugging-face"))
-    for name in ("train-00000-of-00002", "train-00001-of-00002"):
-        (tmp_path / f"{name}.parquet").write_bytes(
-            (DATA / "hugging-face" / f"{name}.parquet").read_bytes()
-        )
-        if name.startswith("train-00000"):
-            with pytest.raises(StoreError, match="has only 1 of the 2 files of train"):
-                len(open_store(tmp_path))
-            assert len(open_store(tmp_path / "train-*.parquet")) == 4
-    assert (
-        len(open_store(tmp_path))
-        == len(open_store(tmp_path / "train-{00000..00001}-of-00002.parquet"))
-        == 7
-    )
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -218,33 +153,6 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
         StoreError, match=r"a\.parquet has several columns called 'label'"
     ):
         len(ParquetStore(tmp_path / "a.parquet"))
-
-
-def test_extra_columns(tmp_path: Path) -> None:
-    columns = {
-        "label": pa.array([0, 1, 2]),
-        "weight": pa.array([0.5, None, 2.0], pa.float32()),
-        "tags": pa.array([["a"], [], None]),
-        "ok": pa.array([True, False, None]),
-        "image": IMAGES,
-        "text": pa.array(["x", None, "z"]),
-    }
-    store = ParquetStore(write_table(tmp_path / "a.parquet", **columns))
-    assert tuple(store.stored.names) == (
-        "image",
-        "label",
-        "weight",
-        "tags",
-        "ok",
-        "text",
-    )
-    batch = store.read(np.array([2, 1]), columns=("weight", "tags", "ok", "text"))
-    assert batch["weight"] == [2.0, None]
-    assert (batch["tags"], batch["ok"], batch["text"]) == (
-        [None, []],
-        [None, False],
-        ["z", None],
-    )
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -346,22 +254,6 @@ def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(
     assert {type(image) for image in store.forwards().read(np.arange(4))["image"]} == {
         bytes
     }
-
-
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
-def test_images_in_several_chunks_with_and_without_nulls(kind: pa.DataType) -> None:
-    values = [b"a", None, b"ccc", b"", None, b"ff"]
-    chunks = [
-        pa.array(values[:2], kind),
-        pa.array([], kind),
-        pa.array([b"-", *values[2:]], kind)[1:],
-    ]
-    schema = pa.schema({"image": kind})
-    columns = TableColumns([("a.parquet", schema)], "image", "label")
-    take = chunked_taker(columns.opened("image", pa.chunked_array(chunks)))
-    order = [5, 0, 4, 4, 3, 2, 1]
-    assert take(np.array(order)) == [values[i] for i in order]
-    assert take(np.array([], np.int64)) == []
 
 
 def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(

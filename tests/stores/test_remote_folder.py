@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,10 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.storage.retries import NUM_REQUESTS
 from raypipe.stores import folder as folder_module
 from raypipe.stores import image_files, open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.memory_tree import MemoryTree, TreeFile
 
 NAMES = [
     *(
@@ -126,58 +123,6 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
     assert proxy.requests.total() - before <= 2 * 2 * 9
 
 
-def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [
-        [
-            (f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i)
-            for i in range(1000)
-        ]
-        for c in range(100)
-    ]
-    found = MemoryTree(missing=0)
-    for path, num_bytes in itertools.chain.from_iterable(paths):
-        found.add(path, TreeFile(num_bytes))
-    monkeypatch.setattr(folder_module, "_list_objects", lambda address: (found, "v"))
-    store = FolderStore("s3://bucket/train")
-    assert len(store) == 100_000
-    assert len(pickle.dumps(store)) < 6 * 100_000
-    copy = pickle.loads(pickle.dumps(store))
-    assert (
-        len(copy) == 100_000
-        and copy.sample_name(99_999) == f"s3://bucket/train/{max(paths[-1])[0]}"
-    )
-
-
-def test_reads_are_made_at_the_same_time(
-    bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "root", f"{bucket}/train")
-    store = open_store(f"{bucket}/train")
-    assert len(store) == 9
-    running = most = 0
-
-    class Counting(FaultyProxy):
-        def fault_of(self, request: str) -> str:
-            nonlocal running, most
-            if not request.startswith("GET"):
-                return ""
-            with self.lock:
-                running += 1
-                most = max(most, running)
-            return "slow"
-
-        def count(self, fault: str) -> None:
-            nonlocal running
-            super().count(fault)
-            with self.lock:
-                running -= 1
-
-    with Counting(s3_endpoint) as slow:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
-        assert None not in store.read(np.repeat(np.arange(9), 4))["image"]
-    assert 4 <= most <= NUM_REQUESTS
-
-
 def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(
     bucket: str, tmp_path: Path
 ) -> None:
@@ -211,15 +156,3 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
         size > sorted(sizes)[4] for size in sizes
     ]
     assert proxy.requests["GET"] - before == 5
-
-
-@pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])
-def test_nothing_there(names: list[str], bucket: str, tmp_path: Path) -> None:
-    write(tmp_path / "root", f"{bucket}/train", names)
-    with pytest.raises(
-        StoreError,
-        match=r"/train has no class folders with images .*root/class/image\.jpg",
-    ):
-        len(open_store(f"{bucket}/train"))
-    with pytest.raises(StoreError, match="does not exist"):
-        open_store(f"{bucket}/none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import SimpleStore
-
-ROOT = Path(__file__).parents[2]
 
 
 class Lines(SimpleStore):
@@ -87,10 +84,3 @@ def test_a_relative_path_is_that_of_its_first_process(
     monkeypatch.chdir("/")
     assert len(pickle.loads(store)) == 3
     assert Lines("s3://bucket/a.txt").address == "s3://bucket/a.txt"
-
-
-def test_the_example_of_the_guide_has_at_most_25_lines() -> None:
-    text = (ROOT / "docs" / "formats.md").read_text()
-    start = text.index("class SQLiteStore(")
-    (example,) = ast.parse(text[start : text.index("```", start)]).body
-    assert example.end_lineno is not None and example.end_lineno <= 25

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import without_ray
-from micro_batches import with_fields
 from tars import write_members
 
 import raypipe
@@ -126,12 +125,6 @@ def test_uint8_rgb_as_an_array_has_the_pixels_and_digests_of_rgb() -> None:
         assert without_ray.digests(as_array) == without_ray.digests(as_rgb)
 
 
-def test_a_digest_knows_the_dtype() -> None:
-    batch = next(without_ray.host_batches(spec_of(store_of("uint16", 2))))
-    other = with_fields(batch, {"image": batch["image"].view(np.int16)})
-    assert batch_hash(batch) != batch_hash(other)
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -177,48 +170,24 @@ def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> No
     assert black.shape == (1, 16, 16, 4) and not black.any()
 
 
-def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None:
+def test_views_and_functions_of_another_dtype_go_with_arrays() -> None:
     store = store_of("uint16", 4)
     views = {
         "crop": {"transform": "light", "count": 2, "size": 8},
         "whole": {"transform": "none"},
     }
-    batch = next(without_ray.host_batches(spec_of(store, train=views)))
-    assert (
-        batch["view.crop"].shape == (4, 2, 8, 8, 4)
-        and batch["view.crop"].dtype == np.uint16
-    )
-    loader = raypipe.loader(
-        spec_of(store, train=views),
-        augment=AugmentConfig(mean=(0.5,) * 4, std=(1.0,) * 4),
-    )
+    augment = AugmentConfig(mean=(0.5,) * 4, std=(1.0,) * 4)
+    loader = raypipe.loader(spec_of(store, train=views), augment=augment)
     seen = next(next(loader.epochs()).train)
-    whole = torch.from_numpy(some("uint16", int(seen.index[0]), 24, 20, 4)).permute(
-        2, 0, 1
-    )
-    torch.testing.assert_close(seen.views["whole"][0], whole.float() / 65535 - 0.5)
+    assert seen.views["crop"].shape == (4, 2, 4, 8, 8)
+    whole = torch.from_numpy(some("uint16", int(seen.index[0]), 24, 20, 4))
+    expected = whole.permute(2, 0, 1).float() / 65535 - 0.5
+    torch.testing.assert_close(seen.views["whole"][0], expected)
 
-    masks = [
-        cv2.imencode(".png", np.full((24, 20), i, np.uint8))[1].tobytes()
-        for i in range(NUM)
-    ]
-    masked = MemoryStore(store._images, [0] * NUM, columns={"mask": masks})
-    batch = next(
-        without_ray.host_batches(
-            spec_of(masked, train="resize", targets={"mask": "mask"})
-        )
-    )
-    assert batch["mask"].shape == (4, 16, 16) and batch["image"].shape == (4, 16, 16, 4)
-
-    batch = next(
-        without_ray.host_batches(
-            spec_of(store, train=lambda image: image[..., 0] / np.float32(65535))
-        )
-    )
-    image = batch["image"]
-    assert (
-        image.shape == (4, 24, 20, 1) and image.dtype == np.float32 and image.max() <= 1
-    )
+    spec = spec_of(store, train=lambda image: image[..., 0] / np.float32(65535))
+    image = next(without_ray.host_batches(spec))["image"]
+    assert image.shape == (4, 24, 20, 1) and image.dtype == np.float32
+    assert image.max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -272,44 +241,19 @@ def test_the_device_scales_integers_by_their_largest_and_leaves_floats(
     largest = np.iinfo(dtype).max if np.dtype(dtype).kind in "ui" else 1
     shape = (1, 4, 1, 1)
     expected = (kept / largest - np.reshape(mean, shape)) / np.reshape(std, shape)
-    flip = AugmentConfig(mean=mean, std=std, preset="light")
-    for config in (AugmentConfig(mean=mean, std=std), flip):
-        augment = DeviceAugment(config, CPU)
-        out, _ = augment(image, batch.target, np.ones(4, bool), seed=3)
-        assert out.dtype == torch.float32 and out.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        for row in range(4):
-            same = [
-                np.allclose(out[row].numpy(), each, rtol=1e-5, atol=1e-5)
-                for each in _flips(expected[row])
-            ]
-            assert any(same) and (config is flip or same[0])
-    mixing = DeviceAugment(
-        dataclasses.replace(flip, mixup_alpha=1.0, cutmix_alpha=1.0), CPU
+    augment = DeviceAugment(AugmentConfig(mean=mean, std=std), CPU)
+    out, _ = augment(image, batch.target, np.ones(4, bool), seed=3)
+    assert out.dtype == torch.float32
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-5)
+    mixing = AugmentConfig(
+        mean=mean, std=std, preset="light", mixup_alpha=1.0, cutmix_alpha=1.0
     )
-    out, mixed = mixing(image, batch.target, np.ones(4, bool), seed=3)
+    out, mixed = DeviceAugment(mixing, CPU)(
+        image, batch.target, np.ones(4, bool), seed=3
+    )
     assert mixed is not None and out.isfinite().all()
     np.testing.assert_array_equal(image.numpy(), kept)
-
-
-def _flips(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return image, image[..., ::-1]
-
-
-def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
-    pixels = torch.from_numpy(
-        np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), np.uint8)
-    ).permute(0, 3, 1, 2)
-    # 255 * 257 = 65,535
-    wide = torch.from_numpy(pixels.numpy().astype(np.uint16) * 257)
-    for preset in ("standard", "strong"):
-        augment = DeviceAugment(AugmentConfig(preset=preset), CPU)
-        made = [
-            augment(image, torch.zeros(4), np.ones(4, bool), seed=5)[0]
-            for image in (pixels, wide)
-        ]
-        torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -341,15 +285,6 @@ def test_operations_of_rgb_are_refused_for_other_channels(
         DeviceAugment(
             AugmentConfig(**{"mean": (0.5,) * 4, "std": (0.5,) * 4} | settings), CPU
         )
-
-
-def test_a_geometric_operation_of_kornia_takes_four_channels() -> None:
-    config = AugmentConfig(
-        mean=(0.0,) * 4, std=(1.0,) * 4, ops=[{"op": "RandomVerticalFlip", "p": 1.0}]
-    )
-    image = torch.from_numpy(some("uint16", 0, 2, 4, 8, 8))
-    out, _ = DeviceAugment(config, CPU)(image, torch.zeros(2), np.ones(2, bool), seed=1)
-    torch.testing.assert_close(out, image.float().flip(2) / 65535)
 
 
 def folder_of(root: Path) -> Path:

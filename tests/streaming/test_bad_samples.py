@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from functools import partial
 from pathlib import Path
@@ -72,18 +71,6 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
     }
 
 
-def test_a_place_that_cannot_be_used_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
-        record_bad(folder, place(0), [bad_in(0)])
-    assert len(warnings(caplog)) == 2
-    (tmp_path / "file").unlink()
-    record_bad(f"{tmp_path.as_uri()}/file/quarantine", place(1), [bad_in(1)])
-    assert not (tmp_path / "file").exists() and "bad sample: " in caplog.messages[-1]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Class folders of 16 images, of which one is damaged and has a name that would write into a terminal."""
@@ -107,17 +94,6 @@ def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
 
 def digests(spec: StreamSpec) -> list[bytes]:
     return without_ray.digests(spec)
-
-
-def test_a_stream_with_a_bad_sample_is_the_same_where_the_disk_is_full(
-    folder: Path, full_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = digests(spec_of(folder, tmp_path / "quarantine"))
-    fill(full_disk)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert digests(spec_of(folder, full_disk / "quarantine")) == expected
-    assert len(warnings(caplog)) == 1
 
 
 def test_bad_samples_are_named_without_control_characters(
@@ -236,20 +212,6 @@ def test_code_that_fails_in_a_branch_ends_the_run_at_once(
     )
     with pytest.raises(TransformError, match=r"'filter'.*so the code is at fault"):
         digests(spec)
-
-
-def test_budget_grows_with_what_was_seen() -> None:
-    budget = BadSampleBudget(max_fraction=0.01, grace=10)
-    budget.spend([], 10_000)
-    budget.spend([LAST] * 100, 0)
-    budget.spend([], 0)
-    with pytest.raises(BadSamplesError, match="101 of 10000"):
-        budget.spend([LAST], 0)
-
-
-def test_budget_of_nothing_stops_at_the_first() -> None:
-    with pytest.raises(BadSamplesError, match="1 of 1000"):
-        BadSampleBudget(max_fraction=0.0, grace=0).spend([LAST], 1000)
 
 
 def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(

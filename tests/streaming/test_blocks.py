@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most, most_bytes, tasks
+from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most_bytes, tasks
 from raypipe.streaming.planning import make_plan
 
 
@@ -65,11 +65,6 @@ def test_tasks_follow_each_other_in_whole_rounds_and_are_few(
         second <= 2 * count and second <= longest
         for (_, count), (_, second) in pairwise(found)
     )
-
-
-def test_blocks_grow_with_the_tasks() -> None:
-    assert [most(count, 2) for _, count in islice(tasks(10**5, 2), 4)] == [2, 4, 8, 16]
-    assert most(1, 1) == 1
 
 
 @pytest.mark.parametrize(

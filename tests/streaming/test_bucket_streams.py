@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from without_ray import digests, host_batches
 
-from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
+from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import batches_of, block_row
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.sizes import pixel_range
 
-from bucketed import BOTH, BUCKETS, SIDES, pictures, spec_of  # isort: skip
+from bucketed import BOTH, SIDES, pictures, spec_of  # isort: skip
 
 
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
@@ -46,57 +40,6 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     assert tail == [batch_hash(batch) for batch in found][-len(tail) :] and 0 < len(
         tail
     ) < len(found)
-
-
-def test_masks_go_with_images_of_each_shape() -> None:
-    import cv2
-
-    plain = pictures(40)
-    columns = plain.read(np.arange(40), ("height", "width"))
-    masks = [
-        cv2.imencode(".png", np.full((h, w), i % 200, np.uint8))[1].tobytes()
-        for i, (h, w) in enumerate(
-            zip(columns["height"], columns["width"], strict=True)
-        )
-    ]
-    train = pictures(40, seg=masks)
-    transform = TransformConfig(train="light", size=8, targets={"mask": "seg"})
-    plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
-    spec = open_stream(train, plan=plan, transform=transform)
-    maker = MicroBatchMaker(spec)
-    block = list(spec.plan.micro_batches(spec.plan.start()))
-    batches, _, arrays = maker.block(block)
-    found = list(batches_of(block_row(batches, arrays)))
-    assert shapes(found) == SIDES and list(map(batch_hash, found)) == digests(spec)
-    for batch in found:
-        assert batch["mask"].shape == batch["image"].shape[:3]
-        assert (batch["mask"] == (batch.index % 200)[:, None, None]).all()
-
-
-def test_the_loader_hands_out_images_of_each_shape() -> None:
-    spec = spec_of()
-    found = set()
-    for epoch in loader(
-        spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)
-    ).epochs():
-        found |= {
-            (batch.position.split, tuple(batch.image.shape[2:]))
-            for batch in epoch.train
-        }
-        found |= {
-            (batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.val
-        }
-    assert found == {*(("train", sides) for sides in SIDES), ("val", (8, 8))}
-
-
-def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
-    found = list(host_batches(spec_of(size={0: 4, 1: 8})))
-    assert shapes([batch for batch in found if batch.position.epoch == 0]) == {
-        (6, 8),
-        (7, 7),
-        (8, 6),
-    }
-    assert shapes([batch for batch in found if batch.position.epoch == 1]) == SIDES
 
 
 def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
@@ -162,45 +105,3 @@ def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> Non
         )
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets"):
         spec_of(plan={"buckets": BOTH})
-
-
-def test_a_transform_that_has_one_size_is_refused() -> None:
-    steps = [{"Resize": {"height": 8, "width": 8}}]
-    with pytest.raises(
-        ConfigError, match=r"Resize, which is made once, and plan\.buckets has"
-    ):
-        spec_of(train=steps)
-
-
-def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bucket_transforms.py").write_text(
-        "import cv2\n"
-        "def sides(size):\n    return (size, size) if isinstance(size, int) else size\n"
-        "def follows(size):\n    return lambda image: cv2.resize(image, sides(size)[::-1])\n"
-        "def stays(size):\n    return lambda image: cv2.resize(image, (14, 14))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    follows = spec_of(train="bucket_transforms:follows")
-    assert shapes(list(host_batches(follows))) == SIDES
-    stays = spec_of(train="bucket_transforms:stays")
-    with pytest.raises(
-        ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"
-    ):
-        list(host_batches(stays))
-
-
-def test_a_filter_omits_samples_of_buckets() -> None:
-    plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
-    transform = TransformConfig(train="light", size=8)
-    spec = open_stream(
-        pictures(40),
-        plan=plan,
-        transform=transform,
-        filter="label != 3 and width > height",
-    )
-    assert (
-        shapes(list(host_batches(spec))) == {(12, 16)} and 0 < spec.plan.num_train < 16
-    )
-    assert spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)

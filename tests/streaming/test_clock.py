@@ -1,114 +1,57 @@
-"""The clock of a run through all schedules of a few sizes: a step of a validation is no step of the training."""
+"""The clock of a run: a step of a validation is no step of the training."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 from pictures import picture
-from tiers import all_but_one_in_system
+from small_streams import spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig
-from raypipe.plan.places import Cursor
+from raypipe.config import AugmentConfig, PlanConfig
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.loader import Loader
 
-SIZES = list(itertools.product((4, 7), (1, 4, 13), (1, 3), (1, 2), (1, 2)))
-"""Samples, those of the validation, epochs, micro-batches in a step, epochs between two validations."""
-RAMPS: tuple[Any, ...] = (1.0, (0.5, 1.0, 0.5), (0.0, 0.8, 1.0), (1.0, 0.7, 0.0))
-
-
-def same(image: np.ndarray) -> np.ndarray:
-    return image
+SIZES = list(itertools.product((1, 4, 13), (1, 2), (1, 2)))
+"""Samples of the validation, micro-batches in a step, epochs between two validations."""
 
 
 def store(num: int) -> MemoryStore:
-    return MemoryStore(
-        [picture(i, 4, 4) for i in range(num)], [0] * num, classes=("a",)
-    )
+    return MemoryStore([picture(i, 4, 4) for i in range(num)], [0] * num)
 
 
-def loader_of(size: tuple[int, ...], strength: Any, at: int = 0) -> Loader:
-    train, val, epochs, per_step, interval = size
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_each_batch_has_the_strength_of_the_training_before_it(
+    size: tuple[int, int, int], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_val, per_step, interval = size
     plan = PlanConfig(
-        epochs=epochs,
+        epochs=3,
         micro_batch_size=2,
         global_batch_size=2 * per_step,
         val_interval=interval,
-        seed=3,
     )
-    spec = raypipe.open_stream(
-        store(train),
-        store(val),
-        plan=plan,
-        train_transform=same,
-        val_transform=same,
-        pool=PoolConfig(engine="inline"),
-    )
-    return raypipe.loader(
-        spec, augment=AugmentConfig(strength=strength), cursor=spec.plan.cursor_at(at)
-    )
-
-
-def strengths_of(
-    loader: Loader, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, Cursor, float]]:
-    """Each batch's split, the place before it, and the strength that its augmentation was given."""
-    given, made = list[float](), loader.augment
-    assert made
-    of_batch = made.of_batch
+    spec = spec_of(store(7), store(num_val), plan=plan)
+    steps = spec.plan.steps_per_epoch
+    config = AugmentConfig(strength=(0.5, 1.0, 0.5))
+    # the second begins with a validation, or the next epoch
+    cursor = spec.plan.cursor_at(at * steps)
+    loader = raypipe.loader(spec, augment=config, cursor=cursor)
+    augment = loader.augment
+    assert augment
+    given = list[float]()
+    of_batch = augment.of_batch
 
     def noting(batch: Any, strength: float) -> Any:
         given.append(strength)
         return of_batch(batch, strength)
 
-    monkeypatch.setattr(made, "of_batch", noting)
-    rows = []
+    monkeypatch.setattr(augment, "of_batch", noting)
     before = loader.cursor
-    for batch in every_batch(loader):
-        rows.append((batch.position.split, before, given[-1]))
+    for number, _ in enumerate(every_batch(loader)):
+        done = before.epoch * steps + before.step
+        assert given[number] == config.strength_at(done / (3 * steps)), before
         before = loader.cursor
-    assert len(rows) == len(given)
-    return rows
-
-
-@pytest.mark.parametrize("strength", all_but_one_in_system(RAMPS), ids=str)
-def test_each_batch_has_the_strength_of_the_training_before_it(
-    strength: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = AugmentConfig(strength=strength)
-    for size in SIZES:
-        steps = size[0] // (2 * size[3])
-        for at in (0, steps):  # the second begins with a validation, or the next epoch
-            for split, before, given in strengths_of(
-                loader_of(size, strength, at), monkeypatch
-            ):
-                done = before.epoch * steps + before.step
-                assert given == config.strength_at(done / (size[2] * steps)), (
-                    size,
-                    split,
-                    before,
-                )
-
-
-def test_what_a_rank_exports_and_logs_follows_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for size in SIZES:
-        loader = loader_of(size, (0.5, 1.0, 0.5))
-        seen = list[float]()
-        monkeypatch.setattr(loader.metrics.prometheus, "is_due", lambda: True)
-        monkeypatch.setattr(
-            loader.metrics.prometheus,
-            "record",
-            lambda *_, seen=seen, **now: seen.append(now["trainer_step"]),
-        )
-        for _ in every_batch(loader):
-            pass
-        assert seen == sorted(seen) and seen[-1] == loader.global_step == size[2] * (
-            size[0] // (2 * size[3])
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -181,61 +181,48 @@ class InTurn(raypipe.Sampler):
         return (positions + epoch) % self.size
 
 
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "sequential": lambda: data.SequentialSampler(Numbers()),
-    "random": lambda: data.RandomSampler(Numbers()),
-    "with replacement": lambda: data.RandomSampler(Numbers(), True, 9),
-    "generator": lambda: data.RandomSampler(
-        Numbers(), num_samples=50, generator=torch.Generator()
+SAMPLERS: dict[str, tuple[Any, int | list[int]]] = {
+    "sequential": (data.SequentialSampler(Numbers()), list(range(NUM))),
+    "random": (data.RandomSampler(Numbers()), list(range(NUM))),
+    "with replacement": (data.RandomSampler(Numbers(), True, 9), 9),
+    "generator": (
+        data.RandomSampler(Numbers(), num_samples=50, generator=torch.Generator()),
+        50,
     ),
-    "subset": lambda: data.SubsetRandomSampler([3, 5, 7, 11, 13]),
-    "weighted": lambda: data.WeightedRandomSampler([0, 1] * (NUM // 2), 40),
-    "distributed": lambda: data.DistributedSampler(Numbers(), 1, 0, seed=3),
-    "list": lambda: [1, 2, 3, 5, 8, 13, 21],
-    "own": Backwards,
-    "raypipe's": lambda: InTurn,
+    "subset": (data.SubsetRandomSampler([3, 5, 7, 11, 13]), [3, 5, 7, 11, 13]),
+    "weighted": (data.WeightedRandomSampler([0, 1] * (NUM // 2), 40), 40),
+    "distributed": (
+        data.DistributedSampler(Numbers(), 1, 0, seed=3),
+        list(range(NUM)),
+    ),
+    "list": ([1, 2, 3, 5, 8, 13, 21], [1, 2, 3, 5, 8, 13, 21]),
+    "own": (Backwards(), NUM // 2),
+    "raypipe's": (InTurn, list(range(NUM))),
 }
+"""By name: a sampler, and the items of an epoch, or their number."""
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_decides_the_order_and_a_state_continues_it(name: str) -> None:
-    loader = loader_of(sampler=SAMPLERS[name]())
-    batches = []
-    for number, (indices, _) in enumerate([*loader, *loader]):
-        batches.append(indices.tolist())
-        del number
-    first = flat(batches)[: len(flat(batches)) // 2]
-    second = flat(batches)[len(first) :]
-    expected = {
-        "sequential": list(range(NUM)),
-        "random": list(range(NUM)),
-        "subset": [3, 5, 7, 11, 13],
-        "distributed": list(range(NUM)),
-        "list": [1, 2, 3, 5, 8, 13, 21],
-        "raypipe's": list(range(NUM)),
-    }
+    sampler, items = SAMPLERS[name]
+    loader = loader_of(sampler=sampler, batch_size=2)
+    batches = taken(loader, 2)
+    first, second = (flat(batches[at : at + len(loader)]) for at in (0, len(loader)))
     for epoch in (first, second):
-        if name in expected:
-            assert sorted(epoch) == expected[name]
-    lengths = {"with replacement": 9, "generator": 50, "weighted": 40, "own": 11}
-    assert len(first) == lengths.get(name, len(expected.get(name, [])))
+        assert items in (len(epoch), sorted(epoch))
+    assert (first == second) == (name in ("sequential", "list"))
     if name == "weighted":
         assert all(index % 2 for index in first)
     if name == "own":
         assert second == sorted(second, reverse=True) and first != second
-    is_fixed = name in ("sequential", "list")
-    assert (first == second) == is_fixed
 
-    again = loader_of(sampler=SAMPLERS[name]())
-    seen = iter(again)
+    stopped = loader_of(sampler=sampler, batch_size=2)
+    seen = iter(stopped)
     assert next(seen)[0].tolist() == batches[0]
-    if len(again) > 2:
-        next(seen)
-    state = again.state_dict() if len(again) > 2 else None
-    if state:
-        other = loader_of(sampler=SAMPLERS[name]())
-        other.load_state_dict(state)
-        assert taken(other, 2) == batches[2:]
+    next(seen)
+    resumed = loader_of(sampler=sampler, batch_size=2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert taken(resumed, 2) == batches[2:]
 
 
 def test_a_sampler_that_is_no_function_of_the_seed_is_named() -> None:

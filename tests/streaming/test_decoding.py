@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from raypipe.history.step_maker import StepMaker
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.writers import open_writer
 from raypipe.streaming.digest import plain_settings
-from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.saving.saved_model import SavedModel, input_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.encoded_map import DATA, MAP
 
 INLINE = raypipe.PoolConfig(engine="inline")
 COLUMNS = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
@@ -116,20 +113,6 @@ def test_samples_targets_and_bad_samples_are_those_of_the_cpu_road(
     assert sum(batch.num_bad for batch in by_road["device"]) == 4
 
 
-def test_the_digest_covers_the_encoded_bytes_and_the_maps(store: Path) -> None:
-    first = next(iter(without_ray.host_batches(open_spec(store))))
-    data, maps = first.fields[DATA], first[MAP].copy()
-    maps[0, -1] += 1
-    other = data.values.copy()  # type: ignore[union-attr]
-    other[0] ^= 1
-    changed = [{MAP: maps}, {DATA: data._replace(values=other)}]  # type: ignore[union-attr]
-    digests = {
-        batch_hash(replace(first, fields={**first.fields, **fields}))
-        for fields in ({}, *changed)
-    }
-    assert len(digests) == 3
-
-
 def test_the_roads_do_not_resume_each_other(store: Path) -> None:
     with pytest.raises(CursorError):
         raypipe.loader(open_spec(store), cursor=open_spec(store, "cpu").plan.start())
@@ -167,25 +150,6 @@ def test_the_stages_of_time_have_the_decoding(store: Path) -> None:
     loader = raypipe.loader(open_spec(store))
     list(without_ray.every_batch(loader))
     assert loader.times().decode_s > 0 and loader.times("val").decode_s > 0
-
-
-def test_augmentation_sizes_and_buckets_go_on_top(store: Path) -> None:
-    augment = raypipe.AugmentConfig(preset="standard", mixup_alpha=0.2)
-    assert {
-        batch.image.dtype for batch in batches(open_spec(store), augment=augment)
-    } == {torch.float32}
-    grows = open_spec(store, plan={"epochs": 2}, transform={"size": {0: 16, 1: 24}})
-    sizes = [
-        batch.image.shape[-1]
-        for batch in batches(grows)
-        if batch.position.split == "train"
-    ]
-    assert sizes == [16] * 8 + [24] * 8
-    buckets = open_spec(store, plan={"buckets": ["16x24", "24x16"]})
-    assert {tuple(batch.image.shape[-2:]) for batch in batches(buckets)} == {
-        (16, 24),
-        (24, 24),
-    }
 
 
 def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import torchvision
 from albumentations.pytorch import ToTensorV2
 from torchvision.transforms import v2
 
@@ -244,20 +242,6 @@ def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
     batch = next(next(raypipe.loader(spec).epochs()).val)
     prepared = raypipe.read_checkpoint(tmp_path).prepare(picture(int(batch.index[0])))
     torch.testing.assert_close(prepared, batch.image[0], atol=2e-6, rtol=1e-6)
-
-
-def test_old_pipelines_of_torchvision_work_as_they_stand() -> None:
-    old = torchvision.transforms
-    last = [old.ToTensor(), old.Normalize(MEAN, STD)]
-    spec = stream(
-        old.Compose([old.RandomCrop(16), *last]),
-        old.Compose([old.CenterCrop(16), *last]),
-    )
-    pixels = first(dataclasses.replace(spec, endings={}))
-    expected = torch.stack(
-        [old.Compose(last)(row.permute(1, 2, 0).numpy()) for row in pixels]
-    )
-    torch.testing.assert_close(first(spec), expected, atol=2e-6, rtol=1e-6)
 
 
 def test_floats_before_an_ending_stay_and_a_warning_says_so(

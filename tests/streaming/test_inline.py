@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -20,11 +18,9 @@ from process_state import undisturbed
 from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import TransformError
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
@@ -124,66 +120,6 @@ def test_a_process_draws_the_same_as_if_there_were_no_stream(
             assert [*train] and [*val]
 
 
-def test_the_driver_that_tries_samples_is_left_as_it_was(
-    stores: dict[str, Path],
-) -> None:
-    with undisturbed():
-        spec = drawing(stores, "function")
-        try_samples(spec, 5)
-
-
-def test_opencv_has_one_thread_where_micro_batches_are_made(
-    stores: dict[str, Path],
-) -> None:
-    def counted(image: np.ndarray) -> np.ndarray:
-        return np.full((4, 4, 3), cv2.getNumThreads(), np.uint8)
-
-    with undisturbed():
-        spec = open_stream(
-            stores["train"], plan=PLAN, train_transform=counted, pool=INLINE
-        )
-        assert (next(inline_batches(spec, spec.plan.start()))["image"] == 1).all()
-
-
-def test_a_stream_that_is_left_early_leaves_nothing_of_itself(
-    stores: dict[str, Path],
-) -> None:
-    for threads in (0, 2):
-        with undisturbed():
-            spec = open_stream(
-                stores["train"],
-                transform=TransformConfig(train="heavy", size=8),
-                plan=PLAN,
-                pool=PoolConfig(engine="inline", max_actors=threads),
-            )
-            batches = inline_batches(spec, spec.plan.start())
-            next(batches)
-            batches.close()  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("cuda_or_pretended")
-def test_draws_from_shared_generators_are_made_by_the_asking_thread(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ring, a decoder and pool.max_actors have threads: beside one of them the main thread may draw."""
-    made_in, make = set(), MicroBatchMaker.make
-
-    def seen(*args: Any, **named: Any) -> Any:
-        made_in.add(threading.current_thread())
-        return make(*args, **named)
-
-    monkeypatch.setattr(MicroBatchMaker, "make", seen)
-    for name, threads in itertools.product(DRAWING, (0, 1, 2)):
-        spec = drawing(stores, name, max_actors=threads)
-        batches = [
-            *without_ray.every_batch(
-                loader(spec, device="cpu" if name == "decoded" else "cuda")
-            )
-        ]
-        assert len(batches) == len([*spec.plan.micro_batches(spec.plan.start())])
-        assert made_in == {threading.main_thread()}, name
-
-
 @pytest.mark.usefixtures("cuda_or_pretended")
 def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(
     stores: dict[str, Path],
@@ -199,27 +135,6 @@ def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(
             batch.image.cpu().permute(0, 2, 3, 1).numpy(), expected[number]
         ), number
     assert number == len(expected) - 1
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_what_a_transform_raises_names_the_sample(
-    stores: dict[str, Path], threads: int
-) -> None:
-    def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        raise ValueError("no")
-
-    spec = open_stream(
-        stores["train"],
-        train_transform=broken,
-        transform=TransformConfig(max_bad_fraction=0),
-        pool=PoolConfig(engine="inline", max_actors=threads),
-    )
-    where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"
-    with pytest.raises(
-        TransformError,
-        match=rf"train\.lmdb.* sample \d+ .*: {where} .*pool\.engine=inline",
-    ):
-        list(inline_batches(spec, spec.plan.start()))
 
 
 def test_no_cluster_starts_and_neither_ray_data_nor_train_is_imported(

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import pickle
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError, CursorError, TransformError
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.items import DatasetItems
+from raypipe.streaming.sample_makers import SampleMakers
+from raypipe.transform.samples import EncodedSample
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3)
 INLINE = PoolConfig(engine="inline")
@@ -109,6 +112,34 @@ def test_items_may_differ_in_shape_from_batch_to_batch() -> None:
     spec = stream(Told(odd=range(20)), collate_fn=tuple)
     sizes = [[len(item) for item in batch.collated] for batch in batches(spec)]
     assert {size for batch in sizes for size in batch} == {2, 3}
+
+
+class DrawsSometimes(Told):
+    """Draws on few items, each time from other generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        value = super().__getitem__(index)
+        if index == 13:
+            return value + random.random()
+        return value + np.random.normal() if index % 17 == 8 else value
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 20])
+def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> None:
+    plan = PlanConfig(epochs=3, micro_batch_size=micro_batch_size, seed=3)
+    spec = stream(DrawsSometimes(), plan=plan)
+    drawn = set[float]()
+    with raypipe.loader(spec) as loader:
+        for batch in (batch for epoch in loader.epochs() for batch in epoch.train):
+            draws = spec.plan.draw(batch.position)
+            maker = SampleMakers(spec).get(batch.position, draws)
+            for row, key in enumerate(spec.plan.sample_keys("train", draws).tolist()):
+                index = int(batch.index[row])
+                sample = EncodedSample(index.to_bytes(8, "little"))
+                alone = maker.slow(sample, tuple(key))["item"]
+                assert alone.equal(batch.collated[row]), index
+                drawn |= {float(alone[0])} if alone[0] % 1 else set()
+    assert len(drawn) == 3 * 3
 
 
 def test_a_nest_outlives_the_slot_of_the_ring_that_it_came_in() -> None:

@@ -17,7 +17,6 @@ from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
@@ -106,16 +105,6 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
     )
-
-
-def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
-    for config, has_columns in (({}, True), ({"targets": {}}, False)):
-        spec = spec_of(**config)
-        source = MicroBatchSource(
-            spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted
-        )
-        (task, *_) = source.get_read_tasks(1)
-        assert next(iter(task()))["columns"][0].is_valid == has_columns
 
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:

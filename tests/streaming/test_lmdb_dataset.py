@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from foreign_lmdbs import DUMPS, write_folders, write_lsun, write_texts, write_values
+from foreign_lmdbs import DUMPS, write_values
 from pictures import CLASSES, samples
 
 import raypipe
@@ -96,26 +95,6 @@ def test_lmdbs_of_others_are_datasets(kind: str, tmp_path: Path) -> None:
     }
 
 
-def test_a_dataset_has_the_labels_of_keys_and_the_texts(tmp_path: Path) -> None:
-    path = write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, CLASSES)
-    read = table(
-        LMDBDatasource(path, columns=["label", "class_name", "width"]), 2
-    ).to_pydict()
-    assert read["class_name"] == [CLASSES[label] for label in sorted(LABELS)] and set(
-        read["width"]
-    ) == {48}
-    write_lsun(tmp_path / "lsun", IMAGES, LABELS, CLASSES)
-    lsun = LMDBDatasource(tmp_path / "lsun" / "*_train_lmdb", columns=["label"])
-    assert table(lsun, 3)["label"].to_pylist() == sorted(LABELS)
-    words = [f"word {label}" for label in LABELS]
-    assert (
-        table(LMDBDatasource(write_texts(tmp_path / "t", IMAGES, words)), 3)[
-            "text"
-        ].to_pylist()
-        == words
-    )
-
-
 def test_the_size_of_a_dataset_is_known_before_it_is_read(own: Path) -> None:
     source = LMDBDatasource(own)
     num_bytes = sum(map(len, IMAGES))
@@ -124,17 +103,6 @@ def test_the_size_of_a_dataset_is_known_before_it_is_read(own: Path) -> None:
     assert sum(task.metadata.num_rows or 0 for task in tasks) == 23
     assert list(tasks[0].metadata.input_files or ()) == [str(own)]
     assert LMDBDatasource(own, columns=["label"]).estimate_inmemory_data_size() < 1000
-
-
-def test_a_limit_of_rows_is_kept(own: Path) -> None:
-    tasks = LMDBDatasource(own, columns=["index"]).get_read_tasks(
-        2, per_task_row_limit=3
-    )
-    assert [_values(task.read_fn()) for task in tasks] == [[0, 1, 2], [11, 12, 13]]
-
-
-def _values(blocks: Sequence[pa.Table]) -> list[int]:
-    return [value for block in blocks for value in block["index"].to_pylist()]
 
 
 def test_wrong_columns_and_stores_are_one_error(own: Path, tmp_path: Path) -> None:
@@ -155,19 +123,3 @@ def test_wrong_columns_and_stores_are_one_error(own: Path, tmp_path: Path) -> No
         raypipe.read_lmdb(
             write_values(tmp_path / "pickles", IMAGES, LABELS, DUMPS["pickle"])
         )
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_ray_reads_an_lmdb_in_parallel(own: Path) -> None:
-    dataset = raypipe.read_lmdb(
-        own, columns=["index", "label", "image"], override_num_blocks=5
-    )
-    assert dataset.count() == 23
-    rows = dataset.materialize()
-    assert rows.num_blocks() == 5
-    found = {row["index"]: (row["image"], row["label"]) for row in rows.iter_rows()}
-    assert found == dict(enumerate(zip(IMAGES, LABELS, strict=True)))
-    (batch,) = raypipe.read_lmdb(own, columns=["label"]).iter_torch_batches(
-        batch_size=23
-    )
-    assert sorted(batch["label"].tolist()) == sorted(LABELS)

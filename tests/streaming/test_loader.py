@@ -8,25 +8,19 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import ray
-import torch
 from patience import PATIENCE_S
 from ray.train import ScalingConfig
+from small_streams import spec_of
 from without_ray import every_batch
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment, Normalize, scaled
-from raypipe.device.modules import PLAIN
-from raypipe.device.prefetcher import Batch
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
@@ -43,18 +37,9 @@ from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.start import room
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
-
-CPU = torch.device("cpu")
-AUGMENT = AugmentConfig(
-    preset="strong",
-    mixup_alpha=(0.4, 0.45),
-    cutmix_alpha=(1.0, 0.45),
-    strength=(0.5, 1, 0.25),
-)
 
 
 class InProcess:
@@ -77,203 +62,19 @@ class InProcess:
                 yield block_row(batches, arrays)
 
 
-def loader_of(source: InProcess, **options: Any) -> Loader:
-    spec, rows = source.spec, cast(Any, source)
-    return Loader(
-        spec,
-        lambda _: host_batches(rows),
-        source.rank,
-        source.world_size,
-        CPU,
-        cursor=spec.plan.start(),
-        **options,
-    )
-
-
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=plan,
-        transform=TransformConfig(train="small", val="resize", size=12),
-    )
-
-
-def delivered(
-    spec: StreamSpec, augment: AugmentConfig | None, world_size: int = 1, **options: Any
-) -> dict[str, Batch]:
-    """Batches by their place, of all ranks."""
-    found = {}
-    for rank in range(world_size):
-        one = loader_of(InProcess(spec, rank, world_size), augment=augment, **options)
-        found |= {str(batch.position): batch for batch in every_batch(one)}
-    return found
-
-
-def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> None:
-    plain = delivered(spec, None)
-    one, two = delivered(spec, AUGMENT), delivered(spec, AUGMENT, world_size=2)
-    assert set(one) == set(two) == set(plain)
-    train = [place for place in plain if plain[place].position.split == "train"]
-    num_mixed = 0
-    for place in train:
-        at, raw = plain[place].position, plain[place]
-        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (
-            2 * spec.plan.steps_per_epoch
-        )
-        expected, mixed = DeviceAugment(AUGMENT, CPU)(
-            raw.image,
-            raw.target,
-            raw.index >= 0,
-            seed=spec.plan.micro_batch_seed(at),
-            strength=AUGMENT.strength_at(progress),
-        )
-        for found in (one[place], two[place]):
-            assert torch.equal(found.image, expected)
-            assert (found.mix is None) == (mixed is None)
-            if mixed is not None and found.mix is not None:
-                assert found.mix.lam == mixed.lam and torch.equal(
-                    found.mix.target, mixed.target
-                )
-        num_mixed += mixed is not None
-    assert 0 < num_mixed < len(train)
-
-
-def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(
-    spec: StreamSpec,
-) -> None:
-    import kornia.augmentation as K  # noqa: N812
-    from torch import nn
-
-    def module() -> nn.Module:
-        return nn.Sequential(
-            K.RandomHorizontalFlip(),
-            K.RandomAffine(15.0, p=0.7),
-            K.RandomErasing(p=0.5),
-        )
-
-    plain = delivered(spec, None)
-    one, two = (
-        delivered(spec, replace(PLAIN, module=module()), world_size=ranks)
-        for ranks in (1, 2)
-    )
-    by_hand = module()
-    for place, raw in plain.items():
-        expected = scaled(raw.image)
-        if raw.position.split == "train":
-            torch.manual_seed(raw.seed)
-            expected = by_hand(expected)
-        assert torch.equal(one[place].image, expected) and torch.equal(
-            two[place].image, expected
-        )
-    inline = dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
-    epoch = next(loader(inline, augment=module()).epochs())
-    batch = next(epoch.train)
-    assert torch.equal(batch.image, one[str(batch.position)].image)
-    with pytest.raises(
-        ConfigError,
-        match=r"raypipe\.loader: augment must be an AugmentConfig, a module",
-    ):
-        loader(inline, augment="light")  # type: ignore[arg-type]
-
-
-def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(
-    stores: dict[str, Path],
-) -> None:
-    import kornia.augmentation as K  # noqa: N812
-    from torch import nn
-    from torchvision.transforms import v2
-
-    floats = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([0.5] * 3, [0.25] * 3),
-    ]
-    pipeline = v2.Compose([v2.CenterCrop(32), *floats])
-    spec = open_stream(
-        stores["train"],
-        plan=PlanConfig(epochs=1, micro_batch_size=4),
-        train_transform=pipeline,
-        val_transform=pipeline,
-        pool=PoolConfig(engine="inline"),
-    )
-    plain = [batch.image for epoch in loader(spec).epochs() for batch in epoch.train]
-    inverted = nn.Sequential(K.RandomInvert(p=1.0))
-    found = [
-        batch.image
-        for epoch in loader(spec, augment=inverted).epochs()
-        for batch in epoch.train
-    ]
-    for one, other in zip(plain, found, strict=True):
-        torch.testing.assert_close(other, 0 - one, rtol=1e-4, atol=1e-4)  # of [-2, 2]
-    with pytest.raises(
-        ConfigError, match=r"leave one of the two out|images are normalized once"
-    ):
-        loader(
-            spec,
-            augment=nn.Sequential(
-                K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)
-            ),
-        )
-
-
-def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
-    plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
-    places = [place for place in plain if plain[place].position.split == "val"]
-    assert places
-    for place in places:
-        assert torch.equal(
-            augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image)
-        )
-        assert augmented[place].mix is None
-
-
-def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
-    assert all(
-        batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values()
-    )
-
-
-def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
-    batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
-    assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
-    assert all(
-        batch.image.is_contiguous(memory_format=torch.channels_last)
-        for batch in batches
-    )
-
-
-def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
-    one = loader_of(InProcess(spec, 0, 1), augment=AUGMENT)
-    for _ in every_batch(one):
-        pass
-    train, val = one.times("train"), one.times("val")
-    assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
-    for times in (train, val):
-        seconds = dataclasses.asdict(times)
-        assert all(
-            seconds[name] > 0
-            for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s")
-        )
-        # The rows were made while the loader waited, the very first one apart.
-        assert times.read_s < times.work_s
-    assert one.first_batch_s > 0
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 # Epochs, steps, and where a run stands
 
 
-@pytest.fixture(scope="module")
-def inline(spec: StreamSpec) -> StreamSpec:
-    return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
-
-
 def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one, places, cursors = loader(inline), [], []
+    one, places, cursors = loader(spec), [], []
     for epoch in one.epochs():
         assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
         for batch in chain(epoch.train, epoch.val):
@@ -283,7 +84,7 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
                 and batch.position.epoch == epoch.number
             )
             cursors.append((one.cursor.epoch, one.cursor.step))
-    assert places == list(inline.plan.micro_batches(inline.plan.start()))
+    assert places == list(spec.plan.micro_batches(spec.plan.start()))
     # A step counts once its last micro-batch is handed out, a validation likewise.
     first = [(0, step) for step in range(4) for _ in range(4)]
     expected = [*first[1:], (0, 4), *[(0, 4)] * 3, (1, 0)]
@@ -291,9 +92,9 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
 
 
 def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one, seen = loader(inline), []
+    one, seen = loader(spec), []
     epochs: list[Epoch] = []
     for epoch in one.epochs():
         if epochs:
@@ -311,9 +112,9 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
     assert one.state_dict() == {
         "epoch": 2,
         "step": 0,
-        "fingerprint": inline.plan.fingerprint,
+        "fingerprint": spec.plan.fingerprint,
     }
-    assert [*every_batch(loader(inline, cursor=one.cursor))] == []
+    assert [*every_batch(loader(spec, cursor=one.cursor))] == []
 
 
 # of a module: threads have their own copies of what a transform itself holds
@@ -323,7 +124,7 @@ CALLS_LEFT = [0]
 @pytest.mark.parametrize("max_actors", [0, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_after_an_error_a_stream_names_it_and_can_go_on(
-    inline: StreamSpec, error: type[BaseException], max_actors: int
+    spec: StreamSpec, error: type[BaseException], max_actors: int
 ) -> None:
     CALLS_LEFT[0] = 5 * 6 + 1
 
@@ -335,7 +136,7 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
 
     transforms: Any = {"train": fails_once, "val": fails_once}
     spec = dataclasses.replace(
-        inline,
+        spec,
         transforms=transforms,
         pool=PoolConfig(engine="inline", max_actors=max_actors),
     )
@@ -357,17 +158,17 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
-    inline: StreamSpec, world_size: int
+    spec: StreamSpec, world_size: int
 ) -> None:
-    plan, states = inline.plan, []
-    whole = loader(inline)
+    plan, states = spec.plan, []
+    whole = loader(spec)
     for batch in every_batch(whole):
         if batch.ends_step:
             states.append(json.loads(json.dumps(whole.state_dict())))
     for state in states:
         left = set(plan.micro_batches(Cursor.from_dict(state)))
         for rank in range(world_size):
-            rest = ranked(inline, rank, world_size)
+            rest = ranked(spec, rank, world_size)
             rest.load_state_dict(state)
             places = [batch.position for batch in every_batch(rest)]
             assert places == sorted(places, key=places.index) and len(places) == len(
@@ -388,21 +189,11 @@ def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
 
 
 def test_a_loader_does_not_begin_anew_in_silence(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one = ranked(inline, 0, 1)
+    one = ranked(spec, 0, 1)
     with pytest.raises(CursorError, match=r"with loader\.report or loader\.save"):
         next(every_batch(one))
-
-
-def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
-    one = loader(inline)
-    start = one.state_dict()
-    first = [(batch.position, batch.index.tolist()) for batch in every_batch(one)]
-    one.load_state_dict(start)
-    assert [
-        (batch.position, batch.index.tolist()) for batch in every_batch(one)
-    ] == first
 
 
 @pytest.mark.parametrize(
@@ -414,22 +205,22 @@ def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
     ],
 )
 def test_a_state_of_something_else_is_refused(
-    inline: StreamSpec, state: Any, message: str
+    spec: StreamSpec, state: Any, message: str
 ) -> None:
-    one = loader(inline)
+    one = loader(spec)
     with pytest.raises(CursorError, match=message):
         one.load_state_dict(state)
     assert next(every_batch(one)).position.step == 0
 
 
 def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(
-    inline: StreamSpec, tmp_path: Path
+    spec: StreamSpec, tmp_path: Path
 ) -> None:
-    one = loader(inline, cursor=inline.plan.cursor_at(3))
+    one = loader(spec, cursor=spec.plan.cursor_at(3))
     one.save(str(tmp_path))
     assert Cursor.from_json(
         (tmp_path / "cursor.json").read_text()
-    ) == inline.plan.cursor_at(3)
+    ) == spec.plan.cursor_at(3)
 
 
 class Threaded(InProcess):
@@ -514,14 +305,14 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     ],
 )
 def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
-    inline: StreamSpec, held: str
+    spec: StreamSpec, held: str
 ) -> None:
     ends: list[str] = []
 
     def opened() -> Any:
-        batches = inline_batches(inline, inline.plan.start())
+        batches = inline_batches(spec, spec.plan.start())
         source = told(batches, lambda: ends.append("ended"))
-        one = Loader(inline, lambda _: source, cursor=inline.plan.start())
+        one = Loader(spec, lambda _: source, cursor=spec.plan.start())
         epochs = one.epochs()
         for epoch in epochs:  # noqa: B007  a person leaves it at once
             break
@@ -546,16 +337,16 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
 
 
 def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
-    inline: StreamSpec,
+    spec: StreamSpec,
 ) -> None:
-    one = loader(inline)
+    one = loader(spec)
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
     assert one._stream.lifetime.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
-    assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
+    assert places == list(islice(spec.plan.micro_batches(spec.plan.start()), 9))
     for epoch in one.epochs():  # the cell is run again: on, after the last whole step
         assert [batch.position for batch in islice(epoch.train, 2)] == [
             *places[8:],
@@ -580,22 +371,15 @@ def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
     return dataclasses.replace(at, micro=micro)
 
 
-class Remote:
-    """A handle of a supervisor, which notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[float] = []
-        self.give_way = SimpleNamespace(remote=self.asked.append)
-
-
 class OwnPool:
     """The pool of a stream that this process makes."""
 
-    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
-        self.spec, self.supervisor = spec, supervisor
-        self.actors, self.num_readers, self.has_begun = 1, 0, True
-        self.is_shared = False
-        self.on_start: Callable[[], None] = lambda: None
+    supervisor: Any = object()
+    actors, num_readers, has_begun, is_shared = 1, 0, True, False
+    on_start: Callable[[], None]
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self.spec = spec
 
     def awaited(self) -> str:
         return ""
@@ -605,92 +389,31 @@ class OwnPool:
         return inline_batches(self.spec, place)
 
 
-def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
-    pool = OwnPool(inline, supervisor)
-    one = Loader(
-        inline, pool.open, cursor=inline.plan.start(), pool=pool if supervisor else None
-    )
-    return one, next(one.epochs())
-
-
-def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while end_oldest():  # other tests may have left some
         pass
-    in_process, first, second = (
-        opened(inline, None),
-        opened(inline, Remote()),
-        opened(inline, Remote()),
-    )
-    next(first[1].train)
-    assert (
-        end_oldest()
-        and first[0]._stream.lifetime.why == GAVE_WAY
-        and second[0]._stream.lifetime.why is None
-    )
-    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
-    assert next(first[1].train).position.micro == 1  # it starts again
-    assert supervisors() == [one[0]._stream.supervisor for one in (second, first)]
+    pool = OwnPool(spec)
+    one = Loader(spec, pool.open, cursor=spec.plan.start(), pool=pool)
+    train = next(one.epochs()).train
+    next(train)
 
     def cluster() -> Resources:
         return Resources(
-            cpus=2.0,
-            gpus=0.0,
-            free_cpus=2.0 * (second[0]._stream.lifetime.why is not None),
-            free_gpus=0.0,
+            cpus=2.0, gpus=0.0, free_cpus=2.0 * (not supervisors()), free_gpus=0.0
         )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.start.room._SETTLE_S", 0.0)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
-    check_resources(inline, ScalingConfig(num_workers=2))
-    assert (
-        second[0]._stream.lifetime.why == GAVE_WAY
-        and first[0]._stream.lifetime.why is None
-    )
-    next(in_process[1].train)
-    assert end_oldest() and not end_oldest()
-
-
-def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    while end_oldest():
-        pass
-    first, second, free = opened(inline, Remote()), opened(inline, Remote()), [1.0]
-
-    def cluster() -> Resources:
-        asked = [one[0]._stream.supervisor.asked for one in (first, second)]
-        return Resources(
-            cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
-        )
-
-    def awaited_cpus(supervisors: list[Remote]) -> float:
-        # a pool's wish, and what it has given away
-        return sum(awaited[0] - sum(supervisor.asked) for supervisor in supervisors)
-
-    awaited = [0.0]
-    monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", lambda _: 0.0)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    pool = PoolConfig(min_actors=2)
-    give_back = room.ask_for_room(pool)
-    assert (
-        first[0]._stream.supervisor.asked == second[0]._stream.supervisor.asked == [2.0]
-    )
-    give_back()
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
-    free[0] = 2.0
-    room.ask_for_room(pool)()  # there is room
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
-    # there is room, and actors of both pools are to take it
-    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", awaited_cpus)
-    awaited[0] = 1.5
-    room.ask_for_room(pool)()
-    assert first[0]._stream.supervisor.asked == [2.0, -2.0, 2.0, -2.0]
+    check_resources(spec, ScalingConfig(num_workers=2))
+    assert one._stream.lifetime.why == GAVE_WAY and not end_oldest()
+    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
+    assert next(train).position.micro == 1  # it starts again
+    assert supervisors() == [pool.supervisor]
 
 
 @pytest.mark.parametrize(
@@ -760,13 +483,13 @@ def test_an_argument_of_a_loader_that_is_of_another_type_is_named(
 
 
 def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
-    inline: StreamSpec, caplog: pytest.LogCaptureFixture
+    spec: StreamSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = inline.plan
-    loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
+    plan = spec.plan
+    loader(spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
     assert caplog.messages == []
     ended = loader(
-        inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
+        spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
     )
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
@@ -777,17 +500,17 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
 
 
 def test_processes_of_torchrun_get_a_share_each(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert loader(inline).world_size == 2
+    assert loader(spec).world_size == 2
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert loader(inline).world_size == 1
+    assert loader(spec).world_size == 1
 
 
 def test_a_function_of_ray_tune_gets_the_whole_stream(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise DeprecationWarning(
@@ -796,13 +519,13 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(
 
     monkeypatch.setattr("ray.train.get_context", refuse)
     monkeypatch.setattr("ray.train.get_checkpoint", refuse)
-    one = loader(inline)
+    one = loader(spec)
     assert one.world_size == 1
     one.restore()
 
 
 def test_ranks_of_other_plans_or_places_are_refused(
-    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
     first = MicroBatchId("train", 0, 0, 0)
@@ -818,13 +541,13 @@ def test_ranks_of_other_plans_or_places_are_refused(
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         limit_s = PATIENCE_S if place else 0.2
-        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=limit_s))
+        quick = dataclasses.replace(spec, pool=PoolConfig(stall_timeout_s=limit_s))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)
         streams._has_started = again
         return streams._agree(dataclasses.replace(first, micro=1))
 
-    assert hand_over(inline.plan.fingerprint).has_head_start
-    assert hand_over(inline.plan.fingerprint, again=True).has_head_start
+    assert hand_over(spec.plan.fingerprint).has_head_start
+    assert hand_over(spec.plan.fingerprint, again=True).has_head_start
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
@@ -835,12 +558,12 @@ def test_ranks_of_other_plans_or_places_are_refused(
         match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,",
     ):
         second = MicroBatchId("train", 1, 0, 0)
-        hand_over(inline.plan.fingerprint, second, again=True)
+        hand_over(spec.plan.fingerprint, second, again=True)
     with pytest.raises(
         RaypipeError,
         match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have",
     ):
-        hand_over(inline.plan.fingerprint, None, again=True)
+        hand_over(spec.plan.fingerprint, None, again=True)
     never.set()
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from patience import until
 from pictures import picture
+from small_streams import spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.metrics.observer import Observer
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.stores.memory import MemoryStore
@@ -23,14 +24,7 @@ from raypipe.streaming.loader import Loader
 def loader() -> Loader:
     store = MemoryStore([picture(i, 9, 9) for i in range(8)], [0] * 8)
     plan = PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4)
-    spec = raypipe.open_stream(
-        store,
-        store,
-        plan=plan,
-        transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(engine="inline"),
-    )
-    return raypipe.loader(spec)
+    return raypipe.loader(spec_of(store, store, plan=plan))
 
 
 class Notes(Observer):
@@ -97,15 +91,6 @@ def test_the_wait_for_a_checkpoint_is_over_if_it_cannot_be_saved(
     ):
         raise OSError("the disk is full")
     assert notes.events == ["saving", "saved", "saving", "failed"]
-
-
-def test_batches_know_whether_they_end_their_split(loader: Loader) -> None:
-    ends = [
-        (batch.position.split, batch.position.step, batch.position.micro)
-        for batch in every_batch(loader)
-        if batch.ends_split
-    ]
-    assert ends == [("train", 1, 1), ("val", 1, 1)] * 2
 
 
 def test_a_checkpoint_is_due_by_age_and_at_a_request_to_stop(loader: Loader) -> None:

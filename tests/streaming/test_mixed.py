@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import parse_run
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
-from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 
@@ -48,30 +47,6 @@ def test_mixed_batches_say_their_sources_and_copies_differ(
         )
         sources += one.source.tolist()
     assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
-
-
-def test_a_plain_plan_has_no_sources(stores: dict[str, Path]) -> None:
-    plan = PlanConfig(epochs=1, micro_batch_size=6)
-    spec = open_stream(
-        stores["train"],
-        plan=plan,
-        transform=TransformConfig(size=12),
-        pool=PoolConfig(engine="inline"),
-    )
-    assert next(iter(next(loader(spec).epochs()).train)).source is None
-
-
-def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(
-    stores: dict[str, Path],
-) -> None:
-    whole = mixed(stores, {}).plan
-    for given, sources in (({"small": "label == 0"}, [1]), ("label == 0", [0, 1])):
-        plan = mixed(stores, {}, filter=given).plan
-        parts = plan.kept["train"].parts  # type: ignore[union-attr]
-        assert [
-            number for number, part in enumerate(parts) if part.num_left_out
-        ] == sources
-        assert plan.fingerprint != whole.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -113,20 +88,3 @@ def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
         ConfigError, match=r"store\.train: 'val' is the name of the validation store"
     ):
         open_stream({"a": stores["train"], "val": stores["val"]})
-
-
-def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    (tmp_path / "run.yaml").write_text(
-        f"store: {{train: {{big: {stores['train']}, small: {stores['val']}}}, filter: {{big: label != 1}}}}\n"
-        "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
-        "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
-    )
-    run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.weights=0.5"], None)
-    assert run.plan.mixture_by_epoch == {
-        0: {"big": 1, "small": 1},
-        3: {"big": 3, "small": 1},
-    }
-    plan = spec_of(run).plan
-    assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,27 +12,20 @@ import numpy as np
 import pytest
 import ray
 from loop_programs import Program, Reference, loader_of, train_on_two
+from small_streams import spec_of
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
+PLAN = PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24)
+
 
 @pytest.fixture(scope="module", params=[1, 2])
 def spec(stores: dict[str, Path], request: pytest.FixtureRequest) -> StreamSpec:
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(
-            epochs=3,
-            micro_batch_size=6,
-            global_batch_size=24,
-            val_interval=request.param,
-        ),
-        transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(engine="inline"),
-    )
+    plan = replace(PLAN, val_interval=request.param)
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -59,14 +53,8 @@ def test_what_a_loop_leaves_out_is_not_made(
         made.append(1)
         return np.ascontiguousarray(image[:8, :8])
 
-    spec = open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
-        train_transform=corner,
-        val_transform=corner,
-        pool=PoolConfig(engine="inline"),
-    )
+    transforms = {"train_transform": corner, "val_transform": corner}
+    spec = spec_of(stores["train"], stores["val"], plan=PLAN, **transforms)
     one, num = loader(spec), 0
     made.clear()  # of checks before the stream
     for epoch in one.epochs():
@@ -85,13 +73,9 @@ def test_what_a_loop_leaves_out_is_not_made(
 def test_passes_by_actors_are_what_the_plan_says(
     stores: dict[str, Path], ray_cluster: None
 ) -> None:
-    spec = open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24),
-        transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(max_actors=2),
-    )
+    pool = PoolConfig(max_actors=2)
+    plan = replace(PLAN, epochs=2)
+    spec = spec_of(stores["train"], stores["val"], plan=plan, pool=pool)
     program = Program(spec, lambda cursor: loader(spec, cursor=cursor), 0, 1, seed=3)
     turns = (
         "validation",
@@ -152,13 +136,8 @@ def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
     from ray.train.torch import TorchTrainer
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[train_on_two.__module__])
-    spec = open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
-        transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(head_start=100),
-    )
+    pool = PoolConfig(head_start=100)
+    spec = spec_of(stores["train"], stores["val"], plan=PLAN, pool=pool)
     trainer = TorchTrainer(
         train_on_two,
         train_loop_config={"spec": spec, "folder": str(tmp_path)},

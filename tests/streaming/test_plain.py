@@ -9,27 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from small_streams import spec_of
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig
 from raypipe.device.mixing import soft_targets
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.streaming.handover import loader
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import PlainLoader, plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(engine="inline"),
-    )
+    plan = PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24)
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 def test_each_iteration_is_the_next_epoch_and_the_validation_after_it(
@@ -149,9 +144,7 @@ def test_a_stream_without_validation_has_an_empty_one_after_each_epoch(
     spec: StreamSpec,
 ) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=6)
-    own = open_stream(
-        spec.stores["train"], plan=plan, transform=spec.transform, pool=spec.pool
-    )
+    own = spec_of(spec.stores["train"], plan=plan)
     train, val = plain_loaders(loader(own))
     assert [(len(list(val)), len(list(train))) for _ in range(2)] == [
         (0, len(train))

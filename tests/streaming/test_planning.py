@@ -55,14 +55,6 @@ def test_a_samples_bucket_has_the_nearest_ratio_then_area(
     assert found == [slowly(width, height, buckets) for height, width in images]
 
 
-def test_buckets_of_one_ratio_are_told_apart_by_their_area() -> None:
-    widths = np.array([10, 100, 45, 200, 20, 20])
-    heights = np.array([10, 100, 45, 100, 30, 20])
-    assert nearest(widths, heights, [(20, 20), (80, 80)]).tolist() == [0, 1, 1, 1, 0, 0]
-    # A square lies as far from 3:4 as from 4:3.
-    assert nearest(np.array([50]), np.array([50]), [(40, 30), (30, 40)]).tolist() == [0]
-
-
 # Weights
 
 

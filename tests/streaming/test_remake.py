@@ -27,7 +27,6 @@ STORE = MemoryStore(
     columns={"n": list(range(8))},
 )
 COUNTED = [0]
-SEEN: dict[bytes, np.ndarray] = {}
 
 
 def of(image: np.ndarray, number: float) -> np.ndarray:
@@ -41,26 +40,6 @@ class Counter:
     def __call__(self, image: np.ndarray) -> np.ndarray:
         self.calls += 1
         return of(image, self.calls)
-
-
-class RunningMean:
-    def __init__(self) -> None:
-        self.mean = 0.0
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        self.mean = 0.5 * self.mean + 0.5 * float(image.mean())
-        return of(image, self.mean * 7)
-
-
-class First:
-    """Takes the first image as the reference of all."""
-
-    reference: Any = None
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        if self.reference is None:
-            self.reference = image[:8, :8].astype(int)
-        return of(image, self.reference.sum())
 
 
 class InPlace(torch.nn.Module):
@@ -78,17 +57,6 @@ def by_module(image: np.ndarray) -> np.ndarray:
     return of(image, COUNTED[0])
 
 
-def by_closure() -> Callable[[np.ndarray], np.ndarray]:
-    previous = 0
-
-    def transform(image: np.ndarray) -> np.ndarray:
-        nonlocal previous
-        previous += int(image.sum())
-        return of(image, previous)
-
-    return transform
-
-
 def by_clock(image: np.ndarray) -> np.ndarray:
     return of(image, time.perf_counter_ns() // 1000)
 
@@ -97,24 +65,16 @@ def by_new_generator(image: np.ndarray) -> np.ndarray:
     return of(image, np.random.default_rng().integers(1 << 40))
 
 
-def beside_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return of(image, np.random.default_rng().random() * 251)
-
-
 IMPURE: dict[str, Any] = {
     "counter": Counter(),
     "method": Counter().__call__,
     "partial": functools.partial(
         lambda image, counter: counter(image), counter=Counter()
     ),
-    "running mean": RunningMean(),
-    "first image": First(),
     "buffer of a module": InPlace(),
     "global counter": by_module,
-    "closure": by_closure(),
     "clock": by_clock,
     "generator of each call": by_new_generator,
-    "generator beside rng": beside_rng,
 }
 
 
@@ -201,29 +161,6 @@ def test_columns_that_are_made_are_checked_as_well() -> None:
         list(inline_batches(spec, spec.plan.start()))
 
 
-def test_targets_and_padding_are_compared_by_their_fields() -> None:
-    import albumentations as A  # noqa: N812
-
-    def same(image: np.ndarray, **_: Any) -> np.ndarray:
-        return image
-
-    boxes = MemoryStore(
-        [picture(number) for number in range(8)],
-        np.zeros(8, np.int64),
-        columns={"b": [[[0, 0, 5, 5, 1]] * (number % 3) for number in range(8)]},
-    )
-    spec = open_stream(
-        boxes,
-        plan=PlanConfig(epochs=1, micro_batch_size=4),
-        transform=TransformConfig(targets={"boxes": "b", "max": 3}),
-        train_transform=A.Compose(
-            [A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]
-        ),
-        pool=PoolConfig(engine="inline"),
-    )
-    assert len(list(inline_batches(spec, spec.plan.start()))) == 2
-
-
 def pure_at(size: Any) -> Callable[[np.ndarray], np.ndarray]:
     height, width = size if isinstance(size, tuple) else (size, size)
     return lambda image: image[:height, :width]
@@ -257,20 +194,6 @@ def sized_spec(kind: str, code: Callable[[Any], Any], threads: int = 0) -> Any:
         transform=replace(transform, train=f"{__name__}:{code.__name__}"),
         pool=PoolConfig(engine="inline", max_actors=threads),
     )
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("kind", SIZED)
-def test_pure_code_of_a_size_starts_anywhere_in_any_process(
-    kind: str, threads: int
-) -> None:
-    spec = sized_spec(kind, pure_at, threads)
-    assert len(list(inline_batches(spec, spec.plan.start()))) == 8
-    first = {batch.position: batch for batch in inline_batches(spec, spec.plan.start())}
-    for place in spec.plan.micro_batches(spec.plan.start()):
-        maker = MicroBatchMaker(sized_spec(kind, pure_at))
-        batch = maker.batch(place)
-        assert np.array_equal(batch["image"], first[place]["image"])
 
 
 @pytest.mark.parametrize("kind", SIZED)

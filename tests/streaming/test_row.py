@@ -87,18 +87,6 @@ def with_bytes(
     )
 
 
-def test_columns_of_bytes_come_out_of_a_block_as_they_went_in() -> None:
-    all_made = [with_bytes(BLOCK[0]), with_bytes(BLOCK[1], (b"d", b"efghi"))]
-    found = list(batches_of(block_row(all_made)))
-    assert_same(found, all_made)
-    data = found[1].fields[BYTES]
-    assert (
-        isinstance(data, Ragged)
-        and bytes(data.values) == b"defghi"
-        and data.offsets.tolist() == [0, 1, 6]
-    )
-
-
 def test_images_and_lists_of_any_size_come_out_of_a_block_unchanged() -> None:
     tags = Field("ragged", "int16", (2,))
     lists = [[np.ones((3, 2), np.int16), None], [None, None]]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import without_ray
+from small_streams import spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.metrics.records import read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch
@@ -27,13 +27,8 @@ from raypipe.transform.fields import MicroBatch
 @pytest.fixture
 def spec(stores: dict[str, Path]) -> StreamSpec:
     """Two epochs of three steps and a validation, without Ray."""
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32),
-        transform=TransformConfig(train="small", val="resize", size=16),
-        pool=PoolConfig(engine="inline"),
-    )
+    plan = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32)
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 def kinds(run: Path) -> list[str]:
@@ -108,30 +103,6 @@ def test_what_a_loop_skips_is_no_throughput(spec: StreamSpec, tmp_path: Path) ->
     for epoch in raypipe.loader(spec, run_dir=str(tmp_path / "mine")).epochs():
         next(epoch.train)
     assert kinds(tmp_path / "mine") == ["start", "diagnosis", "diagnosis"]
-
-
-def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
-    spec: StreamSpec,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(run_log, "_FIRST_TOLD_S", 0.01)
-    said = []
-
-    def slow() -> Iterator[MicroBatch]:
-        while len(said) < 2:  # lines before there is a batch
-            time.sleep(0.01)
-            said.extend(capsys.readouterr().out.splitlines())
-        yield from inline_batches(spec, spec.plan.start(), 0, 1)
-
-    loader = Loader(spec, lambda _: slow(), cursor=spec.plan.start())
-    next(next(loader.epochs()).train)
-    assert all(
-        re.match(
-            "waiting for the first batch for [0-9]+ s: this process makes it", line
-        )
-        for line in said
-    )
 
 
 def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(

@@ -8,12 +8,10 @@ import pytest
 import without_ray
 
 import raypipe
-from raypipe.commands.settings import parse_command
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
@@ -75,12 +73,6 @@ def test_all_other_batches_are_the_same_bit_for_bit(val_interval: int) -> None:
     assert len(found) == spec.plan.num_micro_batches(spec.plan.start())
 
 
-def test_the_makers_of_a_stream_get_no_skipped_micro_batch() -> None:
-    whole = list(without_ray.host_batches(spec_of([])))
-    expected = [batch_hash(batch) for batch in whole if not is_left_out(batch.position)]
-    assert without_ray.digests(spec_of()) == expected
-
-
 def test_plain_loaders_have_the_length_of_their_epoch() -> None:
     with raypipe.loader(spec_of()) as loader:
         train, _ = plain_loaders(loader)
@@ -91,18 +83,3 @@ def test_plain_loaders_have_the_length_of_their_epoch() -> None:
             next(batches)
             lengths.append((before, len(train), 1 + len(list(batches))))
     assert lengths == [(4, 4, 4), (4, 4, 4), (6, 6, 6)]
-
-
-def test_the_command_line_takes_steps_as_a_list() -> None:
-    def job(run: RunConfig) -> None: ...
-
-    args = ["--plan.skip", '["48200..48260", 51007]']
-    assert parse_command("", job, args)["run"].plan.skip == ["48200..48260", 51007]
-
-
-def test_a_resident_set_leaves_steps_out() -> None:
-    spec = spec_of()
-    data = raypipe.resident(spec.stores["train"], plan=spec.plan.config)
-    steps = [[batch.position.step for batch in data.epoch(e)] for e in range(3)]
-    assert steps == [[0, 0, 1, 1], [0, 0, 3, 3], [0, 0, 1, 1, 2, 2]]
-    assert [batch.position.step for batch in data.epoch(1, 1)] == [3, 3]

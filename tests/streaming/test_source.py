@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,9 @@ import without_ray
 from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError, StoreError
-from raypipe.metrics.records import read_records
-from raypipe.plan.places import PADDING, Cursor, Split
+from raypipe.errors import ResourceError, StoreError
+from raypipe.plan.places import Cursor, Split
 from raypipe.plan.schedule import Plan
-from raypipe.storage.files import read_json
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
@@ -34,10 +29,6 @@ from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource
 
 # The plan as a source, without Ray
-
-
-def store(size: int) -> MemoryStore:
-    return MemoryStore([bytes([i]) * 3 for i in range(size)], np.arange(size) * 10)
 
 
 def rows(
@@ -62,49 +53,6 @@ def rows(
         )
         assert not row.pop("outage_s")
     return found
-
-
-@pytest.mark.parametrize("block", [1, 3])
-def test_the_source_yields_the_plans_micro_batches_a_row_per_block(block: int) -> None:
-    train, val = store(9), store(3)
-    plan = make_plan(
-        PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val
-    )
-    found = rows(plan, plan.start(), {"train": train, "val": val}, block)
-    assert [at for row in found for at in row["block"]] == list(
-        plan.micro_batches(plan.start())
-    )
-    assert [len(row["block"]) for row in found] == (
-        [1] * 12 if block == 1 else [3, 1, 2] * 2
-    )
-    for row in found:
-        indices = np.concatenate([plan.indices(at) for at in row["block"]]).tolist()
-        assert row["image"] == [
-            None if i == PADDING else bytes([i]) * 3 for i in indices
-        ]
-        assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
-
-
-def test_the_source_after_a_resume_yields_the_same_tail() -> None:
-    train = store(9)
-    plan = make_plan(
-        PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train
-    )
-    unbroken = rows(plan, plan.start(), {"train": train})
-    for step in range(4):
-        assert (
-            rows(plan, plan.cursor_at(step), {"train": train}) == unbroken[2 * step :]
-        )
-
-
-def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
-    train, val = store(4), store(3)
-    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=2), train, val)
-    found = rows(plan, plan.start(), {"val": val})
-    assert [row["image"] is None for row in found] == [True, True, False, False]
-    assert [row["label"] is None for row in found] == [True, True, False, False]
-    nobody_reads = rows(plan, plan.start(), {})
-    assert nobody_reads == [row | {"image": None, "label": None} for row in found]
 
 
 class ReadByThread(MemoryStore):
@@ -201,53 +149,3 @@ def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(
     with pytest.raises(ResourceError, match=message):
         for batch in without_ray.every_batch(stream):
             assert len(batch.index) == 5
-
-
-class ReadsSlowly(ParquetStore):
-    """A file whose fourth row group is read once another file is there."""
-
-    def read(
-        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-    ) -> Columns:
-        while (indices // 10 == 3).any() and not Path(f"{self.address}.go").exists():
-            time.sleep(0.05)
-        return super().read(indices, columns)
-
-
-@pytest.mark.system
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr("raypipe.streaming.run_log._STATUS_S", 0.1)
-    monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.1)
-    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
-    store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
-    spec = open_stream(
-        ReadsSlowly(store),
-        plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
-        transform=TransformConfig(train="small", size=16),
-        pool=PoolConfig(head_start=0),
-    )
-    whom: list[str] = []
-
-    def look() -> None:
-        while not any("idle and wait for the reader" in each for each in whom):
-            time.sleep(0.1)
-            with contextlib.suppress(ConfigError):
-                whom.append(read_json(run / "status.json")["whom"])
-        time.sleep(2.0)  # longer than all the other waits
-        Path(f"{store}.go").touch()
-
-    looks = threading.Thread(target=look, daemon=True)
-    looks.start()
-    assert (
-        len(list(without_ray.every_batch(loader(spec, max_actors=1, run_dir=str(run)))))
-        == 20
-    )
-    records = read_records(run.as_uri())
-    (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
-    assert "Reading the store limits the run: its reader reads for" in diagnosis["text"]
-    assert diagnosis["read_s"] > diagnosis["work_s"]

@@ -22,16 +22,13 @@ from raypipe.config import (
     StoreConfig,
     TransformConfig,
 )
-from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import plain_settings
-from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream, renamed, spec_of
-from raypipe.streaming.row import SourceRow, batches_of, block_row
-from raypipe.streaming.source import MicroBatchSource
+from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 
@@ -126,70 +123,6 @@ def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:
         check(batch)
 
 
-def test_images_and_order_are_those_without_columns() -> None:
-    with_columns, without = host_batches(spec()), host_batches(spec(columns=()))
-    for one, two in zip(with_columns, without, strict=True):
-        assert np.array_equal(one["image"], two["image"]) and np.array_equal(
-            one.index, two.index
-        )
-        assert not columns_of(two)
-        plain = dataclasses.replace(
-            one, fields={name: one.fields[name] for name in two.fields}
-        )
-        assert batch_hash(plain) == batch_hash(two)
-        assert batch_hash(one) != batch_hash(two)
-
-
-@pytest.mark.parametrize(
-    "change", [{"caption": [*VALUES["caption"][:7], "b", *VALUES["caption"][8:]]}, {}]
-)
-def test_the_digest_sees_each_column(change: dict[str, Any]) -> None:
-    other = digests(spec(store(np.arange(NUM), values=change)))
-    assert (other == digests(spec())) == (not change)
-
-
-def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(
-    tmp_path: Path,
-) -> None:
-    kinds = {
-        "caption": pa.string(),
-        "embedding": pa.list_(pa.float32(), 3),
-        "tags": pa.list_(pa.int32()),
-        "raw": pa.binary(),
-        "meta": pa.struct([("number", pa.int64())]),
-    }
-    schema = pa.schema(
-        [("image", pa.binary()), ("label", pa.float32()), *kinds.items()]
-    )
-    columns = {**VALUES, "embedding": VALUES["embedding"].tolist()}
-    table = pa.table(
-        {"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema
-    )
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
-    made = spec(str(tmp_path / "a.parquet"), val=str(tmp_path / "a.parquet"))
-    maker, plan = MicroBatchMaker(made), made.plan
-    source = MicroBatchSource(
-        plan, plan.start(), made.readers(), wanted=made.wanted, block=2
-    )
-    expected = {str(batch.position): batch for batch in host_batches(made)}
-    seen = 0
-    for task in source.get_read_tasks(1):
-        for row in task():
-            block, reads, *_ = SourceRow.unpacked(row)
-            assert reads and row["columns"][0].is_valid
-            batches, _, arrays = maker.block(block, reads)
-            for batch in batches_of(through_arrow(block_row(batches, arrays))):
-                check(batch)
-                assert batch_hash(batch) == batch_hash(expected[str(batch.position)])
-                assert (
-                    batch["label"].tolist()
-                    == np.where(batch.index < 0, 0, batch.index / 2).tolist()
-                )
-                assert batch["label"].dtype == np.float32
-                seen += 1
-    assert seen == len(expected)
-
-
 def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A row as a rank gets it, from a block of Ray's."""
     return BlockAccessor.for_block(BlockAccessor.batch_to_block(row)).to_numpy()  # type: ignore[return-value]
@@ -226,15 +159,6 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
         for row in np.flatnonzero(batch.weight == 0).tolist():
             assert captions_of[row] == "" and batch["label"][row] == 0
     assert bad.keys() == {3, 5} and "column 'caption' has no value" in bad[3]
-
-
-def test_the_digest_sees_what_kind_of_numbers_targets_are() -> None:
-    zeros = np.zeros(NUM)
-    kinds = [zeros.astype(dtype) for dtype in (np.float64, np.float32)] + [
-        np.zeros((NUM, 2)),
-        np.zeros(NUM, int),
-    ]
-    assert len({digests(spec(store(labels)))[0] for labels in kinds}) == len(kinds)
 
 
 def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
@@ -300,23 +224,6 @@ def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
         spec(columns=["label"], target_column="")
 
 
-def test_without_a_target_labels_are_not_read() -> None:
-    labels = np.arange(1, NUM + 1)
-    options: Any = {
-        "columns": (),
-        "transform": dataclasses.replace(TRANSFORM, train="small"),
-    }
-    makers = [
-        raypipe.loader(spec(store(labels), target_column=name, **options), device="cpu")
-        for name in ("label", "")
-    ]
-    for labeled, without in zip(*map(every_batch, makers), strict=True):
-        assert (
-            labeled.target.tolist() == (labeled.index + 1).tolist()
-            and not without.target.any()
-        )
-
-
 def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -> None:
     table = pa.table({"img": IMAGES, "fine": range(NUM), "caption": VALUES["caption"]})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -366,23 +273,6 @@ def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
     for batch in host_batches(made):
         assert batch["label"].dtype == np.float32 and not columns_of(batch)
         assert batch["label"].tolist() == [lists[index] for index in batch.index]
-
-
-def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
-    made = spec(store(np.arange(NUM) / 2), columns={**ALL, "tags": {}})
-    batches = list(host_batches(made))
-    devices = on_device(iter(batches), torch.device("cpu"), lambda at: 0, ring=True)
-    for host, batch in zip(batches, devices, strict=True):
-        assert [*batch.columns] == [*in_group(host.fields, COLUMN)]
-        assert batch.columns["embedding"].tolist() == host["column.embedding"].tolist()
-        assert (
-            batch.columns["meta.number"].dtype == torch.int32
-            and batch.target.dtype == torch.float64
-        )
-        assert all(isinstance(tags, torch.Tensor) for tags in batch.columns["tags"])
-        assert [tags.tolist() for tags in batch.columns["tags"]] == [
-            VALUES["tags"][i] for i in batch.index
-        ]
 
 
 def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -455,13 +345,7 @@ def test_classes_are_checked_and_other_targets_are_not() -> None:
             try_samples(made, 10)
 
 
-def test_plain_loaders_have_columns_by_their_names() -> None:
-    train, _ = raypipe.plain_loaders(
-        raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu")
-    )
-    batch = next(iter(train))
-    assert batch.keys() == {"image", "target", "weight", *ALL, "tags_length"}
-    assert batch["target"].dtype == torch.float64
+def test_a_column_with_the_name_of_an_entry_is_refused_by_plain_loaders() -> None:
     clash = spec(
         store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column=""
     )

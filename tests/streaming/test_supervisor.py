@@ -1,116 +1,16 @@
 from __future__ import annotations
 
-import json
-import pickle
-from typing import Any
-
 import pytest
-import ray
-from patience import until
 
-from raypipe.metrics.chrome_trace import Chunk
-from raypipe.rayext.processes import Process
 from raypipe.streaming import supervisor as supervisor_module
 from raypipe.streaming.faults import Orders
-from raypipe.streaming.run_log import events_of
-from raypipe.streaming.supervisor import Supervisor, start_supervisor
+from raypipe.streaming.supervisor import Supervisor
 
 AT = "train-e0000-s000003-m001"
 
 
 def died(supervisor: Supervisor, actor: str = "a") -> bool:
     return supervisor.actor_started(actor, "another process")
-
-
-class Kept:
-    """A memory that a restarted Supervisor finds, as Ray's store keeps it."""
-
-    lived_before, content = False, b""
-
-    def load(self) -> Any:
-        return pickle.loads(self.content) if self.content else None
-
-    def save(self, state: Any) -> None:
-        self.content = pickle.dumps(state)
-
-
-def process_of(number: int) -> Process:
-    return Process("reader", number, "1", "10.0.0.1", "node")
-
-
-CALLS: list[tuple[str, tuple[Any, ...]]] = [
-    ("actor_started", ("a", "process 1")),
-    ("actor_started", ("b", "process 2")),
-    ("block_started", ("a", [AT], process_of(1))),
-    ("process_joined", ("trainer 0", process_of(3))),
-    ("execution_progress", ("execution 1", 1.0, process_of(4), "work")),
-    ("actor_started", ("a", "process 5")),
-    ("block_started", ("a", [AT], process_of(5))),
-    ("announce_sample", ("a", AT, 7)),
-    ("actor_started", ("a", "process 6")),
-    ("block_started", ("a", [AT], process_of(6))),
-    ("announce_sample", ("a", AT, 7)),
-    ("actor_started", ("a", "process 7")),
-    ("block_measured", ("train", 0.01, 1000)),
-    ("sizes", ("task", 9, 10_000, 10_000)),
-    ("reader_started", ("task", "share 1", process_of(8))),
-    ("announce_read", ("task", "row group 3")),
-    ("reader_started", ("task", "share 1", process_of(9))),
-    ("pool_scaled", ("2 to 4",)),
-    ("note", ("odd",)),
-    ("share", ("pool", b"message")),
-    ("validates", (0, 0, True)),
-    ("validates", (1, 0, False)),
-    ("pool_planned", (3.0, 1.0)),
-    ("give_way", (2.0,)),
-    ("awaited_cpus", ()),
-    ("pool_awaits", (0.5,)),
-    ("awaited_cpus", ()),
-    ("rank_done", (0,)),
-    ("process_left", ("execution 1",)),
-    ("reader_finished", ("task",)),
-]
-
-
-@pytest.mark.parametrize("when", range(len(CALLS) + 1))
-def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
-    memory: Any = Kept()
-    supervisor, twin = Supervisor(3, memory=memory), Supervisor(3)
-    for name, args in CALLS[:when]:
-        assert getattr(supervisor, name)(*args) == getattr(twin, name)(*args)
-    memory.lived_before = True
-    again = Supervisor(3, memory=memory)
-    number = len(twin.events(0))
-    told = again.events(number)
-    assert again.events(0)[:number] == twin.events(0), "the events keep their numbers"
-    assert told == [("fault", "the stream's supervisor died, and was restarted")]
-    assert again._watch.state() == twin._watch.state(), (
-        "it watches the same processes and executions"
-    )
-    # of the blocks in work, actors tell again
-    in_work = {
-        "block_started",
-        "announce_sample",
-        "block_measured",
-    }
-    if CALLS[when - 1][0] not in in_work:
-        probes = [
-            ("block_started", ("c", [AT])),
-            ("sizes", ("task", 9, 10_000, 10_000)),
-            ("reader_started", ("task", "share 1")),
-        ]
-        probes += [
-            ("shared", ("pool",)),
-            ("awaited_cpus", ()),
-            ("execution_progress", ("execution 1", 1.0)),
-        ]
-        for name, args in [
-            *probes,
-            ("actor_started", ("b", "elsewhere")),
-            ("announce_read", ("task", "row group 3")),
-        ]:
-            if name != "sizes" or "task" in twin._sizes._sizes:
-                assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
 
 
 def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
@@ -251,29 +151,6 @@ def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> No
     assert f"died in {block[1]}, at its sample 5 (" in second
 
 
-def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
-    block = [AT, "train-e0000-s000005-m001"]
-    supervisor = Supervisor(max_attempts=3)
-    supervisor.actor_started("a", "")
-
-    def kills(at: str, samples: range) -> None:
-        for sample in samples:
-            for _ in range(2):
-                assert not supervisor.block_started("a", block).error
-                supervisor.announce_sample("a", at, sample)
-                died(supervisor)
-
-    supervisor.block_started("a", block)
-    died(supervisor)
-    kills(block[0], range(3))
-    kills(block[1], range(10, 13))
-    assert supervisor.block_started("a", block) == Orders(
-        careful=True, bad=(0, 1, 2, 10, 11, 12)
-    )
-    kills(block[1], range(13, 14))
-    assert "7 samples are to blame" in supervisor.block_started("a", block).error
-
-
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
     supervisor = Supervisor(max_attempts=1)
     supervisor.actor_started("a", "")
@@ -337,39 +214,3 @@ def test_a_reader_misses_no_event_however_many_there_are(
             read += supervisor.events(len(read))
     assert read == [("scale", str(number)) for number in range(100)]
     assert len(supervisor.events(0)) <= 20
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
-    supervisor = start_supervisor()
-    ray.get([supervisor.note.remote(text) for text in "ab"])
-    supervisor.pool_scaled.remote("c")
-    assert events_of(supervisor, 0) == [("fault", "a"), ("fault", "b"), ("scale", "c")]
-    ray.get(supervisor.note.remote("d"))
-    assert events_of(supervisor, 3) == [("fault", "d")]
-    ray.kill(supervisor, no_restart=True)
-    # a killed actor may still answer
-    until(lambda: not events_of(supervisor, 0))
-    assert events_of(None, 0) == []
-
-
-def test_a_traced_death_has_its_actor_its_block_and_its_fault() -> None:
-    supervisor = Supervisor(6)
-    actor = Process("transform actor", 7, "1", "10.0.0.2", "node")
-    chunk = Chunk("transform actor (7 on 10.0.0.2)", "[]")
-    try:
-        assert supervisor.traced(chunk).goes_on
-        supervisor.actor_started("a", "process 7")
-        supervisor.block_started("a", [AT], actor)
-        assert died(supervisor)
-        supervisor._process = actor._replace(role="supervisor", pid=8)
-        first, own = supervisor.take_trace()
-        assert first == chunk
-        lost, fault = json.loads(own.events)
-        assert lost["args"] == {"micro_batches": [AT]} and lost["dur"] > 0
-        assert lost["tid"] == "lost work, process 7"
-        assert fault["name"] == "fault" and AT in fault["args"]["text"]
-    finally:
-        supervisor.end_trace()
-    assert not supervisor.traced(chunk).goes_on

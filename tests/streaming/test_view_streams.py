@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from raypipe.config import (
     RunConfig,
     TransformConfig,
 )
-from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.launch.run_checks import num_classes_of
 from raypipe.plan.order import Domain
 from raypipe.streaming.handover import loader
-from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.views import view_key
@@ -52,31 +50,6 @@ def spec_of(
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     return spec_of(stores)
-
-
-def test_the_digest_knows_names_and_shapes_of_views(spec: StreamSpec) -> None:
-    batch = next(without_ray.host_batches(spec))
-    views = batch.arrays("view")
-    other = {"other": views["whole"]}
-    flat = {name: view.reshape(6, -1) for name, view in views.items()}
-    rest = {
-        name: values
-        for name, values in batch.fields.items()
-        if not name.startswith("view.")
-    }
-    found = [
-        batch_hash(
-            replace(
-                batch,
-                fields={
-                    **rest,
-                    **{f"view.{name}": view for name, view in made.items()},
-                },
-            )
-        )
-        for made in (views, other, flat, {})
-    ]
-    assert len(set(found)) == 4
 
 
 def test_a_batch_has_each_view_and_its_image_is_the_first_crop(
@@ -122,32 +95,6 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(
     assert torch.equal(augmented.image, augmented.views["global"][:, 0])
 
 
-def test_without_operations_views_are_normalised_in_validations_too(
-    stores: dict[str, Path],
-) -> None:
-    config, both = AugmentConfig(), spec_of(stores)
-    both = replace(both, transforms={"train": VIEWS, "val": VIEWS})
-    normalize = Normalize(config, CPU)
-    raw, found = (
-        next(loader(both).epochs()),
-        next(loader(both, augment=config).epochs()),
-    )
-    for plain, batch in (
-        (next(raw.train), next(found.train)),
-        (next(raw.val), next(found.val)),
-    ):
-        for name, view in batch.views.items():
-            each = (
-                plain.views[name].unsqueeze(1) if view.ndim == 4 else plain.views[name]
-            )
-            wanted = torch.stack([normalize(crop) for crop in each.unbind(1)], 1)
-            assert torch.equal(view, wanted[:, 0] if view.ndim == 4 else wanted)
-
-
-def returns_views(image: np.ndarray) -> dict[str, np.ndarray]:
-    return {"left": image[:8, :8], "right": image[:8, -8:]}
-
-
 def test_what_does_not_go_with_views_is_refused_before_the_run(
     stores: dict[str, Path], spec: StreamSpec
 ) -> None:
@@ -164,20 +111,3 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(
         ConfigError, match=r"transform.train makes views, and a run trains a classifier"
     ):
         num_classes_of(RunConfig(), spec)
-
-
-def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(
-    stores: dict[str, Path],
-) -> None:
-    function = spec_of(stores, returns_views)
-    batch = next(next(loader(function).epochs()).train)
-    assert {name: tuple(view.shape) for name, view in batch.views.items()} == {
-        "left": (6, 3, 8, 8),
-        "right": (6, 3, 8, 8),
-    }
-    with pytest.raises(ConfigError, match="mixes images, and no views"):
-        next(
-            next(
-                loader(function, augment=AugmentConfig(mixup_alpha=0.2)).epochs()
-            ).train
-        )

@@ -234,12 +234,3 @@ class LocalHead:
             done.stdout[-3000:] + done.stderr[-3000:]
         )
         return done
-
-    def live_actors(self) -> list[dict[str, Any]]:
-        """The actors that run or are about to."""
-        listed = self.run(
-            "list", "actors", "--address", self.address, "--format", "json", "--detail"
-        )
-        return [
-            actor for actor in json.loads(listed.stdout) if actor["state"] != "DEAD"
-        ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ def labels() -> list[int]:
 def rows() -> Iterator[dict[str, object]]:
     """The samples, as a program of a user's own gives them."""
     yield from samples(NUM)
+
+
+def kornia_module() -> torch.nn.Module:
+    """A user's augmentation on the device."""
+    import kornia.augmentation as K  # noqa: N812
+
+    crop = K.RandomResizedCrop((16, 16), scale=(0.5, 1.0))
+    color = K.ColorJitter(0.2, 0.2, 0.2, 0.1)
+    flip = K.RandomHorizontalFlip(p=0.5)
+    return torch.nn.Sequential(flip, crop, color, K.RandomErasing(p=0.25))
 
 
 def store_of(kind: str, folder: Path) -> Path:
@@ -183,6 +193,31 @@ def batches_of(spec: raypipe.StreamSpec, **options: Any) -> list[Batch]:
 
 def labels_of(batches: list[Batch]) -> list[int]:
     return [label for batch in batches for label in batch.target.tolist()]
+
+
+def assert_ends_on_device(
+    train: Any,
+    compose: Callable[[list[Any]], Any],
+    steps: list[Any],
+    last: list[Any],
+    ended: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """What the last steps of a pipeline make of an image, the device makes.
+
+    Args:
+        compose: the class of the pipeline.
+        ended: applies the last steps to an image.
+    """
+    begun = batches_of(spec_of(train, train_transform=compose(steps)))
+    whole = batches_of(spec_of(train, train_transform=compose([*steps, *last])))
+    for batch, before in zip(whole, begun, strict=True):
+        expected = torch.stack([ended(image) for image in before.image])
+        torch.testing.assert_close(batch.image, expected, atol=1e-5, rtol=1e-5)
+
+
+def as_on_arrays(pipeline: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A pipeline of Albumentations as a function of an image (C, H, W)."""
+    return lambda image: pipeline(image=image.permute(1, 2, 0).numpy())["image"]
 
 
 def assert_trains_on(train: Any, **options: Any) -> None:

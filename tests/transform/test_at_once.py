@@ -17,6 +17,7 @@ from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
+from torchvision.transforms import v2
 
 from raypipe import kernel
 from raypipe.config import TransformConfig
@@ -66,7 +67,11 @@ FILES = [
     saved(pixels(33, 35), "JPEG", restart_marker_rows=1),
     simplejpeg.encode_jpeg(pixels(64, 72), 85, "RGB", "422"),
 ]
-SAMPLES = [EncodedSample(data, number) for number, data in enumerate(FILES)]
+# As stores have them: bytes, and views of their memory.
+SAMPLES = [
+    EncodedSample(memoryview(data) if number % 2 else data, number)
+    for number, data in enumerate(FILES)
+]
 INDICES = np.arange(len(FILES))
 KEYS = RNG.integers(0, 1 << 63, (len(FILES), 2)).astype(np.uint64)
 GOOD = SAMPLES[0], SAMPLES[3]
@@ -127,6 +132,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
         ]
     ),
     "library": lambda: A.Compose([A.InvertImg(p=0.5), A.RandomResizedCrop((32, 32))]),
+    "torchvision": lambda: v2.Compose(
+        [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2)]
+    ),
+    "without antialias": lambda: v2.Compose(
+        [v2.RandomResizedCrop((24, 30), antialias=False), v2.RandAugment()]
+    ),
     "views": lambda: {
         "a": {"transform": "heavy", "count": 3},
         "b": {"transform": "center", "size": 16},
@@ -156,24 +167,6 @@ def test_so_it_is_of_images_that_are_turned_upright() -> None:
     assert made("light", alone=True, apply_exif=True) == expected
     with without_kernel():
         assert made("light", apply_exif=True) == expected
-
-
-def test_so_it_is_of_views_of_memory() -> None:
-    views = [
-        sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES
-    ]
-    for settings in (
-        {"apply_exif": True},
-        {},
-    ):
-        expected = made("light", **settings)
-        assert (
-            made("light", views, **settings)
-            == expected
-            == made("light", views, alone=True, **settings)
-        )
-        with without_kernel():
-            assert made("light", views, **settings) == expected
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:

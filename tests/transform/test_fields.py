@@ -132,51 +132,7 @@ def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> Non
     )
 
 
-def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
-    rows = Rows(fields(), 2)
-    rows.leave_out(0)
-    rows.leave_out(1)
-    assert not rows.arrays
-    rows.learn(sample(3))
-    found = rows.finish(ALL)
-    assert not rows.weight.any()
-    assert isinstance(found["image"], np.ndarray) and found["image"].shape == (
-        2,
-        2,
-        3,
-        3,
-    )
-    assert not found["image"].any()
-
-
 # The memory of a block
-
-
-def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
-    fields_of = {
-        "boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)
-    }
-    many = Rows(dict(fields_of), 1)
-    many.put(0, 0, {"boxes": np.full((500_000, 2), 7, np.float32)})
-    array = many.finish(ALL)["boxes"]
-    assert isinstance(array, np.ndarray)
-    at = array.__array_interface__["data"][0]
-    del many, array
-    few = Rows(dict(fields_of), 1)
-    few.put(0, 0, {"boxes": np.full((2, 2), 5, np.float32)})
-    found = few.finish(ALL)["boxes"]
-    assert (
-        isinstance(found, np.ndarray) and found.__array_interface__["data"][0] == at
-    ), "the same memory"
-    assert (found[0, :2] == 5).all() and (found[0, 2:] == [0, -1]).all()
-
-
-def test_blocks_of_a_transform_do_not_share_memory() -> None:
-    known = fields()
-    first, second = (filled(known, number) for number in (1, 2))
-    assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(
-        first["image"], second["image"]
-    )
 
 
 # Learning
@@ -189,31 +145,6 @@ def test_a_sample_shows_the_shapes_that_nobody_knew_and_changes_no_others() -> N
     assert {**known, "image": Field()} == fields()
     learn(known, {**sample(1), "image": np.zeros((9, 9, 3), np.float32)})
     assert known["image"] == Field("array", "uint8", (2, 3, 3))
-
-
-def test_views_of_a_function_take_the_place_of_the_image() -> None:
-    rows = Rows({"image": Field(), "label": Field("array", "int64", ())}, 2)
-    views = {
-        "view.a": np.ones((4, 4, 3), np.uint8),
-        "view.b": np.ones((2, 3, 3, 3), np.uint16),
-    }
-    rows.put(0, 5, {**views, "label": 3})
-    rows.leave_out(1)
-    found = rows.finish(ALL)
-    assert found.keys() == {"view.a", "view.b", "label"} == rows.fields.keys()
-    batch = MicroBatch(AT, rows.index, rows.weight, found)
-    assert batch["view.a"].shape == (2, 4, 4, 3) and batch["view.b"].shape == (
-        2,
-        2,
-        3,
-        3,
-        3,
-    )
-    assert (
-        batch["view.b"].dtype == np.uint16
-        and batch["view.b"][0].all()
-        and not batch["view.b"][1].any()
-    )
 
 
 def test_a_function_of_views_shows_them_by_its_first_sample() -> None:

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pyarrow as pa
 
-from raypipe.transform.block_memory import reused_arrays, reused_memory
+from raypipe.transform.block_memory import reused_memory
 
 NUM_BYTES = 3 * 700 * 700 * 3
 
@@ -65,18 +65,3 @@ def test_threads_never_get_the_same_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_memory_is_not_used_again_while_one_of_its_arrays_is_alive() -> None:
-    kinds = {
-        "image": ((2, 800, 800), np.dtype(np.uint8)),
-        "label": ((2,), np.dtype(np.int64)),
-    }
-    arrays = reused_arrays(kinds)
-    at, label = address(arrays["image"]), arrays["label"]
-    del arrays
-    assert address(reused_arrays(kinds)["image"]) != at
-    del label
-    assert at in {
-        address(arrays["image"]) for arrays in [reused_arrays(kinds) for _ in range(3)]
-    }

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.presets import PRESETS, build_transform
-from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import size_in
 
 SCHEDULE = TransformConfig(size={20: 224, 0: 128, 10: 160})
@@ -50,22 +47,3 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
         match=r"transform\.size.* must be (a whole number|one, or {EPOCH: SIZE, …})",
     ):
         TransformConfig(size=size)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_make_images_of_any_height_and_width(name: str) -> None:
-    made = SampleTransform(build_transform(name, (24, 40)))(picture_of(60, 90), (1, 2))
-    assert made.shape == (24, 40, 3)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_square_of_two_numbers_is_the_square_of_one_to_the_bit(name: str) -> None:
-    one, two = (
-        SampleTransform(build_transform(name, size))(picture_of(60, 90), (3, 4))
-        for size in (32, (32, 32))
-    )
-    np.testing.assert_array_equal(one, two)
-
-
-def picture_of(height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)

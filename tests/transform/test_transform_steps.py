@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from pathlib import Path
@@ -10,8 +9,6 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -70,14 +67,6 @@ def build(steps: Any) -> Any:
 def test_steps_make_the_pixels_of_the_same_pipeline_in_python() -> None:
     assert results(build(STEPS)) == results(pipeline())
     assert len(set(results(pipeline()))) == len(KEYS)
-
-
-def test_a_step_may_have_no_arguments() -> None:
-    assert (
-        results(build([{"Transpose": None}]))
-        == results(build([{"Transpose": {}}]))
-        == results(A.Compose([A.Transpose()]))
-    )
 
 
 def test_one_compose_is_the_pipeline_itself() -> None:
@@ -348,41 +337,3 @@ def test_what_is_wrong_is_one_error_that_names_it(steps: Any, message: str) -> N
     with pytest.raises(ConfigError, match=message) as caught:
         build(steps)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
-
-
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-5, 500)
-    | st.floats(-2, 2)
-    | st.text(max_size=5)
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-)
-KINDS = st.sampled_from([name for name in NAMES if name not in REFUSED])
-
-
-@st.composite
-def any_steps(draw: Any) -> Any:
-    def step() -> Any:
-        name = draw(KINDS)
-        known = list(inspect.signature(getattr(A, name).__init__).parameters)[1:]
-        return {name: draw(st.dictionaries(st.sampled_from(known), VALUES, max_size=3))}
-
-    return [step() for _ in range(draw(st.integers(0, 3)))]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=200, deadline=None)
-@given(any_steps() | VALUES)
-def test_whatever_is_given_makes_a_pipeline_or_a_config_error(steps: Any) -> None:
-    try:
-        made = build_steps(steps)
-    except ConfigError:
-        return
-    assert isinstance(made, A.Compose)

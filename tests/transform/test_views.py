@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from micro_batches import run, transform_of
 from pictures import picture
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -24,7 +23,7 @@ from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample
 from raypipe.transform.transform_steps import brief
-from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
+from raypipe.transform.views import VIEW_PRESETS, view_key
 
 CROP = A.Compose(
     [A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)]
@@ -242,40 +241,3 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
         match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is",
     ):
         content.slow(EncodedSample(picture(3)), KEY)
-
-
-def test_find_views_takes_the_size_of_the_settings_where_a_view_has_none() -> None:
-    found = find_views({"a": "light", "b": {"transform": "light", "size": 9}}, 33)
-    assert [(view.size, view.count) for view in found.values()] == [(33, 1), (9, 1)]
-
-
-def test_a_micro_batch_has_black_views_where_there_is_no_sample() -> None:
-    transform = transform_of(
-        {"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True
-    )
-    samples = [
-        *map(EncodedSample, (picture(0), b"damaged", None, picture(1)), (1, 2, 0, 3))
-    ]
-    batch, bad = run(
-        transform,
-        samples,
-        np.arange(8, dtype=np.uint64).reshape(4, 2),
-        indices=[10, 11, -1, 12],
-    )
-    assert {name: array.shape for name, array in batch.arrays("view").items()} == {
-        "a": (4, 2, 16, 16, 3),
-        "b": (4, 8, 8, 3),
-    }
-    assert {*batch.fields} == {"view.a", "view.b", "label"} and batch[
-        "label"
-    ].tolist() == [1, 0, 0, 3]
-    assert batch.weight.tolist() == [1, 0, 0, 1] and [
-        record["index"] for record in bad
-    ] == [11]
-    for array in batch.arrays("view").values():
-        assert (
-            array.dtype == np.uint8
-            and not array[1:3].any()
-            and array[0].any()
-            and array[3].any()
-        )

@@ -33,11 +33,6 @@ def read(store: Any, columns: list[str]) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_there_are_stores_of_many_kinds() -> None:
-    assert len(STORES) >= 180
-    assert len({stored.name for stored in STORES}) == len(STORES)
-
-
 @pytest.mark.parametrize("stored", STORES, ids=lambda stored: stored.name)
 def test_a_store_has_what_was_drawn_or_is_refused_by_name(
     stored: Stored, tmp_path: Path

@@ -1,11 +1,10 @@
-/* cv2.resize of 8-bit RGB: nearest, linear and area to the bit, cubic within 1 level (OpenCV computes most
+/* cv2.resize of 8-bit RGB: nearest and linear to the bit, cubic within 1 level (OpenCV computes most
  * columns with floats, and the last ones of a row in fixed point).
  *
- *     linear, area that enlarges    rows are interpolated horizontally into 16 bits and kept for the next row of
- *                                   the result, then vertically; coefficients have 11 bits
- *     cubic                         the same with 4 taps, its own definition: of the columns' sums (Q11) 6 bits of
- *                                   the fraction are kept, (sum + 16) >> 5, and rows are (sum + 2^16) >> 17
- *     area that shrinks             by whole numbers; others are refused, the caller has OpenCV
+ *     linear   rows are interpolated horizontally into 16 bits and kept for the next row of the result, then
+ *              vertically; coefficients have 11 bits. Half of both sides: means of 2 x 2 pixels
+ *     cubic    the same with 4 taps, its own definition: of the columns' sums (Q11) 6 bits of the fraction are
+ *              kept, (sum + 16) >> 5, and rows are (sum + 2^16) >> 17
  *
  * resize_taps.h has the coefficients, resize_loops.h the loops over pixels, resize_simd.h the same ones for x86-64.
  */
@@ -16,7 +15,7 @@
 #include "resize_simd.h"
 #include "resize_taps.h"
 
-enum { NEAREST = 0, LINEAR = 1, CUBIC = 2, AREA = 3 };
+enum { NEAREST = 0, LINEAR = 1, CUBIC = 2 };
 
 #define ROW_PADDING 16 /* elements that vector code may write behind a row of intermediate results */
 
@@ -43,9 +42,9 @@ static const int16_t *cached_row(
 }
 
 /* By 2 taps (linear) or 4 (cubic) in each direction. */
-static int interpolate(const Image *from, const Image *to, int num_taps, int is_area, Scratch *scratch)
+static int interpolate(const Image *from, const Image *to, int num_taps, Scratch *scratch)
 {
-    const Axis across = axis_of(from->width, to->width, is_area), down = axis_of(from->height, to->height, is_area);
+    const Axis across = axis_of(from->width, to->width), down = axis_of(from->height, to->height);
     const size_t num = (size_t)to->width * CHANNELS;
     const size_t row_size = (num + ROW_PADDING + 1) / 2 * 2; /* what is behind it is aligned to 4 bytes */
     uint8_t *work = work_memory(scratch, num_taps * row_size * sizeof(int16_t) + (size_t)to->width * sizeof(Taps));
@@ -80,7 +79,7 @@ static int mark_rows(const int64_t *params, int height, uint8_t *rows)
 {
     if (params[2] != LINEAR || params[0] < 1 || params[0] >= height / 2)
         return 0;
-    const Axis down = axis_of(height, (int)params[0], 0);
+    const Axis down = axis_of(height, (int)params[0]);
     memset(rows, 0, (size_t)height);
     for (int y = 0; y < down.result; y++) {
         const int at = linear_taps(&down, y).at;
@@ -89,44 +88,24 @@ static int mark_rows(const int64_t *params, int height, uint8_t *rows)
     return 1;
 }
 
-/* Whether the sum of a block, of 8 bits each, has 31 bits: OpenCV's has no more. */
-static int is_summable(const Image *from, const Image *to)
+/* Means of 2 x 2 pixels. */
+static void halve(const Image *from, const Image *to)
 {
-    return (int64_t)(from->height / to->height) * (from->width / to->width) <= INT32_MAX / 255;
-}
-
-/* Means of blocks of rows x columns pixels. OpenCV multiplies by the rounded float 1 / area, but for 2 x 2. */
-static int mean_of_blocks(const Image *from, const Image *to, Scratch *scratch)
-{
-    const int rows = from->height / to->height, columns = from->width / to->width;
-    const int is_half = rows == 2 && columns == 2;
-    const float weight = 1.0f / (float)(rows * columns), magic = 12582912.0f;
-    uint32_t *sums = (uint32_t *)work_memory(scratch, (size_t)from->width * CHANNELS * sizeof(uint32_t));
-    if (!sums)
-        return NO_MEMORY;
     for (int y = 0; y < to->height; y++) {
-        const uint8_t *row = from->pixels + (ptrdiff_t)y * rows * from->stride;
+        const uint8_t *row = from->pixels + (ptrdiff_t)y * 2 * from->stride;
         uint8_t *out = to->pixels + y * to->stride;
-        memset(sums, 0, (size_t)from->width * CHANNELS * sizeof(uint32_t));
-        for (int k = 0; k < rows; k++, row += from->stride)
-            for (int i = 0; i < from->width * CHANNELS; i++)
-                sums[i] += row[i];
         for (int x = 0; x < to->width; x++)
             for (int c = 0; c < CHANNELS; c++) {
-                uint32_t sum = 0;
-                for (int k = 0; k < columns; k++)
-                    sum += sums[(x * columns + k) * CHANNELS + c];
-                /* floats are whole numbers from 2^23 on: the addition rounds */
-                const float rounded = (float)(int32_t)sum * weight + magic;
-                out[x * CHANNELS + c] = (uint8_t)(is_half ? (sum + 2) >> 2 : (uint32_t)(rounded - magic));
+                const uint8_t *first = row + 2 * x * CHANNELS + c, *second = first + from->stride;
+                const int sum = first[0] + first[CHANNELS] + second[0] + second[CHANNELS];
+                out[x * CHANNELS + c] = (uint8_t)((sum + 2) >> 2);
             }
     }
-    return DONE;
 }
 
 static int resize_nearest(const Image *from, const Image *to, Scratch *scratch)
 {
-    const Axis across = axis_of(from->width, to->width, 0), down = axis_of(from->height, to->height, 0);
+    const Axis across = axis_of(from->width, to->width), down = axis_of(from->height, to->height);
     int32_t *offsets = (int32_t *)work_memory(scratch, (size_t)to->width * sizeof(int32_t));
     if (!offsets)
         return NO_MEMORY;
@@ -147,24 +126,20 @@ static int resize(Image *image, const int64_t *params, Scratch *scratch)
 {
     Image result;
     const int64_t interpolation = params[2];
-    if (interpolation < NEAREST || interpolation > AREA)
+    if (interpolation < NEAREST || interpolation > CUBIC)
         return BAD_PARAMS;
     if (params[0] == image->height && params[1] == image->width)
         return DONE;
     int status = new_image(&result, params[0], params[1], scratch);
     if (status != DONE)
         return status;
-    const int is_whole = image->height % result.height == 0 && image->width % result.width == 0;
-    const int is_half = is_whole && image->height / result.height == 2 && image->width / result.width == 2;
-    const int enlarges = result.height > image->height || result.width > image->width;
+    const int is_half = image->height == 2 * result.height && image->width == 2 * result.width;
     if (interpolation == NEAREST)
         status = resize_nearest(image, &result, scratch);
     else if (is_half && interpolation == LINEAR)
-        status = mean_of_blocks(image, &result, scratch);
-    else if (interpolation == AREA && !enlarges)
-        status = is_whole && is_summable(image, &result) ? mean_of_blocks(image, &result, scratch) : BAD_PARAMS;
+        halve(image, &result);
     else
-        status = interpolate(image, &result, interpolation == CUBIC ? 4 : 2, interpolation == AREA, scratch);
+        status = interpolate(image, &result, interpolation == CUBIC ? 4 : 2, scratch);
     *image = result;
     return status;
 }

@@ -15,8 +15,6 @@
 typedef struct {
     int source, result; /* sides, pixels */
     double scale;       /* source / result, as OpenCV rounds it */
-    double inverse;
-    int is_area;
 } Axis;
 
 /* The first of 2 source pixels, or the second of 4, and coefficients. */
@@ -25,10 +23,10 @@ typedef struct {
     int16_t coefficients[MAX_TAPS];
 } Taps;
 
-static Axis axis_of(int source, int result, int is_area)
+static Axis axis_of(int source, int result)
 {
     const double inverse = (double)result / source;
-    return (Axis){source, result, 1.0 / inverse, inverse, is_area};
+    return (Axis){source, result, 1.0 / inverse};
 }
 
 static inline int floor_of(double value)
@@ -47,14 +45,9 @@ static inline int16_t round_of(float value)
 /* The position of a pixel of the result, and what it is behind pixel `at`. */
 static inline float position(const Axis *axis, int number, int *at)
 {
-    if (!axis->is_area) {
-        const float place = (float)((number + 0.5) * axis->scale - 0.5);
-        *at = floor_of(place);
-        return place - (float)*at;
-    }
-    *at = floor_of(number * axis->scale);
-    const float behind = (float)((number + 1) - (*at + 1) * axis->inverse);
-    return behind <= 0 ? 0 : behind - (float)floor_of(behind);
+    const float place = (float)((number + 0.5) * axis->scale - 0.5);
+    *at = floor_of(place);
+    return place - (float)*at;
 }
 
 static inline Taps linear_taps(const Axis *axis, int number)

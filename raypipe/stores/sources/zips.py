@@ -17,29 +17,16 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import NAME, as_text
-from raypipe.stores.class_folders import (
-    BY_FOLDER,
-    check_classes,
-    find_classes,
-    tell_left_out,
-)
-from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
+from raypipe.stores.class_folders import tell_left_out
+from raypipe.stores.class_tar import index_tars
+from raypipe.stores.memory_tree import Link, MemoryTree, Node, TreeFile
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
-from raypipe.stores.webdataset import (
-    TEXT_SUFFIXES,
-    Indexed,
-    Place,
-    Scan,
-    as_names,
-    find_samples,
-    index_samples,
-)
+from raypipe.stores.tar_scan import layout_of
+from raypipe.stores.webdataset import MISSING, TEXT_SUFFIXES, Indexed, Scan, as_names
 
 logger = logging.getLogger(__name__)
 
@@ -90,22 +77,11 @@ def open_zips(address: str, asked: Asked) -> Source:
             )
             _check(path, archive.infolist())
             zips.append(_Zip(path, archive))
-    source = None
-    if asked.label != BY_FOLDER:
-        source = _pairs(zips, asked)
-    if (
-        source is None
-        and asked.image == "image"
-        and asked.label in ("label", BY_FOLDER, "")
-    ):
-        source = _class_folders(address, zips, asked)
-    if source is None and not asked.label:
-        source = _pairs(zips, asked, needs_labels=False)
-    if source is None:
-        raise StoreError(
-            f"{address} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls "
-            "(or key.json). If another suffix has the labels, set store.target_column to it; '' = only images"
-        )
+    names = [zipped.path for zipped in zips]
+    indexed = index_tars(names, [_scan(zipped, asked) for zipped in zips], asked.label)
+    num_samples = sum(indexed.nums)
+    tell_left_out(address, num_samples, indexed.left_out, *indexed.told)
+    source = Source(_samples(zips, indexed), indexed.classes, num_samples)
     return source.closing(stack)
 
 
@@ -136,84 +112,42 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
             )
 
 
-def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source | None:
-    """Return the samples of class folders; None if there are none."""
-    layout = find_classes([_tree_of(zipped) for zipped in zips], address)
-    if not any(itertools.chain.from_iterable(layout.samples)):
-        return None
-    nums = np.sum([list(map(len, by_class)) for by_class in layout.samples], 0).tolist()
-    num_by_class = dict(zip(layout.classes, nums, strict=True))
-    told = check_classes(address, asked.label, [layout.doubts], num_by_class)
-    num_samples = sum(nums)
-    tell_left_out(address, num_samples, layout.left_out, *told)
-
-    def samples() -> Iterator[dict[str, Any]]:
-        for zipped, by_class in zip(zips, layout.samples, strict=True):
-            for label, of_class in enumerate(by_class):
-                for path, member in of_class:
-                    image = zipped.read(member)
-                    yield {"image": image, "label": label, NAME: path}
-
-    return Source(samples(), layout.classes, num_samples)
-
-
-def _tree_of(zipped: _Zip) -> MemoryTree:
-    tree = MemoryTree(missing=None)
-    for member in zipped.archive.infolist():
+def _scan(zipped: _Zip, asked: Asked) -> Scan:
+    """Return the samples of a zip; the position of a member is its number."""
+    tree = MemoryTree(MISSING)
+    members: list[tuple[str, Node]] = []
+    for number, member in enumerate(zipped.archive.infolist()):
         name = str(PurePosixPath(member.filename))
         if name == ".":
             continue
+        node: Node = TreeFile((number, member.file_size, 0.0))
         if member.is_dir():
-            tree.add(name, None)
+            node = None
         elif (
             stat.S_ISLNK(member.external_attr >> 16)
             and member.file_size <= _MAX_LINK_BYTES
         ):
-            tree.add(name, Link(os.fsdecode(zipped.read(member) or b"")))
-        else:
-            tree.add(name, TreeFile(member))
-    return tree
+            node = Link(os.fsdecode(zipped.read(member) or b""))
+        tree.add(name, node)
+        members.append((name, node))
+    return layout_of(zipped.path, members, tree, zipped.pread, *asked)
 
 
-def _pairs(
-    zips: Sequence[_Zip], asked: Asked, needs_labels: bool = True
-) -> Source | None:
-    """Return the samples of pairs; None if a zip has none."""
-    scans = list[Scan]()
-    for zipped in zips:
-        # the position of a member is its number
-        entries: list[tuple[str, Place | str]] = [
-            (member.filename, (number, member.file_size, 0.0))
-            for number, member in enumerate(zipped.archive.infolist())
-            if not (member.is_dir() or stat.S_ISLNK(member.external_attr >> 16))
-        ]
-        scan = find_samples(
-            zipped.path, entries, zipped.pread, asked.image, asked.label, needs_labels
-        )
-        if scan is None:
-            return None
-        scans.append(scan)
-    indexed = index_samples([zipped.path for zipped in zips], scans)
-    tell_left_out(zips[0].path, sum(indexed.nums), indexed.left_out)
-    return Source(_samples_of_pairs(zips, indexed), num_samples=sum(indexed.nums))
-
-
-def _samples_of_pairs(
-    zips: Sequence[_Zip], indexed: Indexed
-) -> Iterator[dict[str, Any]]:
+def _samples(zips: Sequence[_Zip], indexed: Indexed) -> Iterator[dict[str, Any]]:
     """Yield the samples of each zip."""
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
-    numbers = itertools.count()
-    for zipped, keys in zip(zips, indexed.keys, strict=True):
+    owners = itertools.chain.from_iterable(map(itertools.repeat, zips, indexed.nums))
+    for number, (zipped, name) in enumerate(
+        zip(owners, as_names(indexed.keys), strict=True)
+    ):
         members = zipped.archive.infolist()
-        for name, number in zip(as_names(keys), numbers, strict=False):
-            sample: dict[str, Any] = {NAME: name}
-            for column, places in columns.items():
-                position = int(places[number][0])
-                content = zipped.read(members[position] if position >= 0 else None)
-                is_text = column in TEXT_SUFFIXES
-                sample[column] = as_text(content) if is_text else content
-            if labels is not None:
-                sample["label"] = labels[number]
-            yield sample
+        sample: dict[str, Any] = {NAME: name}
+        for column, places in columns.items():
+            position = int(places[number][0])
+            content = zipped.read(members[position] if position >= 0 else None)
+            is_text = column in TEXT_SUFFIXES
+            sample[column] = as_text(content) if is_text else content
+        if labels is not None:
+            sample["label"] = labels[number]
+        yield sample

@@ -22,7 +22,7 @@ from raypipe.transform.fields import MicroBatch
 Finished = tuple[MicroBatch, list[BadSample]]
 """A micro-batch, and its bad samples."""
 
-_MAGIC = b"raypipe3"
+_MAGIC = b"raypipe4"
 _HEAD = struct.Struct("<8sQQ")
 _ALIGNED = 64
 _PAGE = 4096

@@ -119,14 +119,10 @@ class SavedModel:
             return channels_first
         mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
         std = torch.tensor(self._input["std"]).view(-1, 1, 1)
-        is_whole = not channels_first.is_floating_point()
-        if is_whole:
-            pixels = channels_first / torch.iinfo(channels_first.dtype).max
-        else:
-            pixels = channels_first
-        return ((pixels - mean) / std).to(
-            getattr(torch, self._input.get("dtype", "float32"))
-        )
+        pixels = channels_first
+        if not pixels.is_floating_point():
+            pixels = pixels / torch.iinfo(pixels.dtype).max
+        return ((pixels - mean) / std).to(getattr(torch, self._input["dtype"]))
 
     def _decoded(self, fields: Mapping[str, Any]) -> torch.Tensor:
         """The image, uint8 (3, H, W), of a run with `transform.decode: device`, with this device's own pixels."""
@@ -149,13 +145,10 @@ class SavedModel:
                 "does not hold: apply it to the pixels yourself"
             )
         check_named_code({"transform.val": val}, self.address, self._trusts)
-        sizes = self.settings["size"]
-        if isinstance(sizes, dict):
-            size = {int(epoch): side for epoch, side in sizes.items()}
-        else:
-            size = sizes
-        names = ("decode", "apply_exif")
-        kept = {name: self.settings[name] for name in names if name in self.settings}
+        size = self.settings["size"]
+        if isinstance(size, dict):
+            size = {int(epoch): side for epoch, side in size.items()}
+        kept = {name: self.settings[name] for name in ("decode", "apply_exif")}
         return SampleMaker(val, TransformConfig(size=size, **kept))
 
 
@@ -192,6 +185,7 @@ def saved_model(checkpoint: Checkpoint, trusts: bool) -> SavedModel:
         "transform": {},
         "val": None,
         "mean": None,
+        "dtype": "float32",
         "model": "",
         **checkpoint.input,
     }

@@ -2,12 +2,10 @@
 
 A sample may end the process that decodes it. An actor is replaced, and in the end leaves out the sample; a rank
 would meet it again at each restart. So a rank leaves a mark before it begins, and removes it after its last
-micro-batch. The mark is a file of this machine, which says whether the process makes a micro-batch now. If a
-process is gone while it made one, the pool makes everything. A process that waited was ended by something else.
+micro-batch. If a process is gone and its mark is not, the pool makes everything.
 
-In a train function the cluster keeps the addresses of the marks, for as long as the run, since the next trainers
-may be on other machines, where a mark cannot be read, and counts. Elsewhere marks stay in the cache folder until a
-stream of the same plan has ended.
+In a train function the cluster keeps the marks, for as long as the run, since the next trainers may be on other
+machines. Elsewhere a mark is a file in the cache folder, which its process locks while it lives.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ import os
 import threading
 from pathlib import Path
 
-from raypipe.rayext.kv_store import publish, published, published_keys, withdraw
-from raypipe.rayext.processes import started_at
-from raypipe.storage.local_file import make_cache_folder
+from raypipe.errors import StoreError
+from raypipe.rayext.kv_store import publish, published_keys, withdraw
+from raypipe.storage.local_file import claimed, make_cache_folder, open_lock, try_lock
 
 _FOLDER = "head-starts"
-_WAITS = b"0"
-_MAKES = b"1"
 
 
 class Marks:
@@ -37,10 +33,10 @@ class Marks:
 
     def __init__(self, fingerprint: str, rank: int, run: str | None) -> None:
         self._fingerprint = fingerprint
+        self._rank = rank
         self._run = run
-        self._key = f"{self._prefix}{rank}"
-        self._file: int | None = None  # open, once it is set
         self._path: Path | None = None
+        self._file = -1
         self._using = threading.Lock()
 
     @property
@@ -48,69 +44,40 @@ class Marks:
         return f"head start {self._run} {self._fingerprint} "
 
     def found(self) -> bool:
-        """Return whether a process of this plan has ended while it made a micro-batch itself."""
-        if self._run is None:
-            return any(map(_makes, self._left()))
-        paths = [published(key) for key in published_keys(self._prefix)]
-        are_making = [not path or _makes(Path(path)) for path in paths]
-        for path in filter(None, paths):
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-        return any(are_making)
+        """Return whether a process of this plan has ended in its head start; remove their files."""
+        if self._run is not None:
+            return bool(published_keys(self._prefix))
+        try:
+            marks = make_cache_folder(_FOLDER).glob(f"{self._fingerprint}-*")
+            return bool(list(filter(_is_left, marks)))
+        except OSError:
+            return False
 
     def set(self) -> bool:
         """Leave this process's mark; returns whether it could."""
-        pid = os.getpid()
-        # `_left` looks for marks outside of runs only
-        kind = "" if self._run is None else "run-"
-        try:
-            self._path = make_cache_folder(_FOLDER) / f"{kind}{self._fingerprint}-{pid}"
-            self._path.write_bytes(_WAITS + started_at(pid).encode())
-            self._file = os.open(self._path, os.O_WRONLY)
-        except OSError:
-            self._path = None
         if self._run is not None:
-            return publish(self._key, str(self._path or ""))
-        return self._path is not None
-
-    def making(self, makes: bool) -> None:
-        """Say in the mark whether this process makes a micro-batch from now on."""
-        with self._using:
-            if self._file is not None:
-                os.pwrite(self._file, _MAKES if makes else _WAITS, 0)
+            return publish(f"{self._prefix}{self._rank}", "")
+        try:
+            path = make_cache_folder(_FOLDER) / f"{self._fingerprint}-{os.getpid()}"
+            self._file = open_lock(path)
+            self._path = path
+            return try_lock(self._file)
+        except (OSError, StoreError):
+            return False
 
     def remove(self) -> None:
         """Remove this process's mark."""
-        with self._using:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
         if self._run is not None:
-            withdraw(self._key)
-        if self._path:
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-
-    def forget(self) -> None:
-        """Remove the marks of this machine's ended processes: a stream of this plan has ended well."""
-        for path in self._left() if self._run is None else ():
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-    def _left(self) -> list[Path]:
-        """Marks of processes that are gone."""
-        left = list[Path]()
-        with contextlib.suppress(OSError, ValueError):
-            for path in make_cache_folder(_FOLDER).glob(f"{self._fingerprint}-*"):
-                pid = int(path.name.rpartition("-")[2])
-                if path.read_bytes()[1:].decode() != started_at(pid):
-                    left.append(path)
-        return left
+            withdraw(f"{self._prefix}{self._rank}")
+        with self._using:
+            if self._path:
+                with contextlib.suppress(OSError):
+                    self._path.unlink(missing_ok=True)
+                os.close(self._file)
+                self._path = None
 
 
-def _makes(path: Path) -> bool:
-    """Return whether a mark says that its process made a micro-batch; True if it cannot be read."""
-    try:
-        return path.read_bytes()[:1] != _WAITS
-    except OSError:
-        return True
+def _is_left(path: Path) -> bool:
+    """Return whether the process of a mark is gone; then the mark is removed."""
+    with claimed(path) as is_free:
+        return is_free

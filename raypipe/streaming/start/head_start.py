@@ -14,6 +14,7 @@ read without object storage: from files on disk, and from shards that are in the
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice, takewhile
 
 from raypipe.cpus import num_cpus
 from raypipe.errors import RaypipeError
@@ -81,18 +83,13 @@ class HeadStart:
         marks: Marks | None = None,
         is_apart: bool = False,
     ) -> None:
-        # Until n is known, rank 0 makes those that it can read here, and other ranks one.
-        self._num_free = 1 if rank else None
         if world_size == 1:
             rank, world_size = spec.share
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
-        self._places = spec.plan.share(start, rank, world_size)
+        self._share = functools.partial(spec.plan.share, start, rank, world_size)
         stores = spec.stores.values()
         self._has_remote = any(is_remote(store.address) for store in stores)
-        self._upcoming = spec.plan.share(start, rank, world_size)
-        self._looked_at: MicroBatchId | None = None
-        self._num_found = 0  # the rank can read so many here
         self._total = spec.plan.num_micro_batches(start) // world_size
         self._most = self._total
         if spec.pool.head_start >= 0:
@@ -167,7 +164,10 @@ class HeadStart:
                 num = self._num_begun + math.ceil(_COVER_S / seconds)
                 if are_others:
                     num = _FEW
-            num = self._num_at_hand(min(num, self._most))
+            num = min(num, self._most)
+            if self._has_remote:
+                first = islice(self._share(), num)
+                num = len(list(takewhile(self._is_at_hand, first)))
             num = max(num, self._num_begun)
             if self._is_done:
                 num = min(num, self._num_made)
@@ -214,16 +214,9 @@ class HeadStart:
     def _has_ended(self) -> bool:
         return self._num_taken == self._num or (self._is_done and self._num is not None)
 
-    def _num_at_hand(self, num: int) -> int:
-        """Return how many of the first `num` micro-batches can be made from files of this machine."""
-        while self._has_remote and self._num_found < num:
-            if self._looked_at is None:
-                self._looked_at = next(self._upcoming)
-            if not place_is_at_hand(self._spec, self._looked_at):
-                return self._num_found
-            self._looked_at = None
-            self._num_found += 1
-        return num
+    def _is_at_hand(self, place: MicroBatchId) -> bool:
+        """Return whether a micro-batch can be made from files of this machine."""
+        return not self._has_remote or place_is_at_hand(self._spec, place)
 
     def _check_time(self) -> None:
         """Give up a micro-batch that takes longer than its limit: its thread may never end."""
@@ -274,12 +267,11 @@ class HeadStart:
             self._is_ready = True
             self._changed.notify_all()
         metrics = Recorder(spec.run)
-        while self._may_begin():
-            place = next(self._places)
-            self._mark(True)
+        for place in self._share():
+            if not self._may_begin(place):
+                return
             with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
-            self._mark(False)
             maker.settle([batch], bad)
             amounts = {
                 "bad_samples_total": len(bad),
@@ -299,31 +291,24 @@ class HeadStart:
         is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
         return is_dataset and not self._is_apart
 
-    def _mark(self, makes: bool) -> None:
-        if self._marks:
-            self._marks.making(makes)
-
-    def _may_begin(self) -> bool:
+    def _may_begin(self, place: MicroBatchId) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""
         with self._changed:
             while not self._is_stopped:
                 num = self._most if self._num is None else self._num
                 if self._num_begun >= num:
                     return False
-                if not self._is_far_ahead():
+                if not self._is_far_ahead(place):
                     self._num_begun += 1
                     self._began_at = time.monotonic()
                     return True
                 self._changed.wait()
             return False
 
-    def _is_far_ahead(self) -> bool:
+    def _is_far_ahead(self, place: MicroBatchId) -> bool:
         """Return whether enough waits for the loop, or for n."""
-        if self._num is None:
-            upcoming = self._num_begun + 1
-            most = self._num_free or self._num_at_hand(upcoming)
-            if most < upcoming:
-                return True
+        if self._num is None and not self._is_at_hand(place):
+            return True
         if self._draws_globally and not self._is_awaited:
             return True
         if not self._made:

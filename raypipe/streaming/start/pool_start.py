@@ -14,6 +14,7 @@ import ray
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
+from raypipe.streaming.lifetime import close_from_any_thread
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _LEAVE_S = 60.0  # longest wait for a call to Ray that cannot be interrupted
-_READER_S = 5.0  # and for a thread that waits for a batch
 # One stream of a process starts at a time: each counts the CPUs that are free.
 _starting = threading.Lock()
 
@@ -158,8 +158,7 @@ class PooledStream(Iterator[MicroBatch]):
             return
         deadline = time.monotonic() + _LEAVE_S
         while thread and thread.is_alive():
-            if self.supervisor is not None:
-                stop_execution(self.supervisor)
+            self._stop_execution()
             if time.monotonic() > deadline:
                 return
             thread.join(_LOOK_S)
@@ -171,7 +170,7 @@ class PooledStream(Iterator[MicroBatch]):
                 return
             self._is_cleaned = True
         for batches in (self._batches, self._from_pool):
-            self._let_leave(batches)
+            close_from_any_thread(batches, self._reader, self._stop_execution)
         if self.supervisor is not None:
             end_actors(self.supervisor, self._iterators, self._rank, self._world_size)
         for call in self.on_end:
@@ -184,19 +183,9 @@ class PooledStream(Iterator[MicroBatch]):
         self._batches = iter(())
         self._first = []
 
-    def _let_leave(self, batches: Any) -> None:
-        """Close a generator; end the execution that another thread waits for in it."""
-        deadline = time.monotonic() + _READER_S
-        while time.monotonic() < deadline:
-            try:
-                getattr(batches, "close", lambda: None)()
-                return
-            except ValueError:
-                if self._reader == threading.get_ident():
-                    return
-                if self.supervisor is not None:
-                    stop_execution(self.supervisor)
-                time.sleep(0.02)
+    def _stop_execution(self) -> None:
+        if self.supervisor is not None:
+            stop_execution(self.supervisor)
 
     def _run(self) -> None:
         try:

@@ -18,8 +18,8 @@ from raypipe.streaming.lifetime import end_oldest, supervisors
 _logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
-# Time for other pools to give way: they know within a second or two, and actors finish their blocks.
-_GIVE_WAY_S = 6.0
+# Longest wait for other pools to give way: actors finish their blocks, and a pool that starts may not answer.
+_GIVE_WAY_S = 60.0
 _ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
 
@@ -56,8 +56,12 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
 
     def has_room() -> bool:
         # asked first: an actor that starts in between counts twice, and not never
-        awaited_cpus = _awaited_cpus(open_streams)
+        awaited_cpus = sum(_answers("awaited_cpus", open_streams).values())
         return cluster_resources().free_cpus - awaited_cpus >= cpus
+
+    def may_give() -> bool:
+        giving = _answers("giving_cpus", open_streams)
+        return len(giving) < len(open_streams) or any(giving.values())
 
     if not open_streams or has_room():
         return lambda: None
@@ -70,17 +74,17 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
                     supervisor.give_way.remote(more)
 
     ask(cpus)
-    while not has_room() and time.monotonic() < deadline:
+    while not has_room() and may_give() and time.monotonic() < deadline:
         time.sleep(0.1)
     return functools.partial(ask, -cpus)
 
 
-def _awaited_cpus(open_streams: list[Any]) -> float:
-    """Return the CPUs that pools of these supervisors will still take; one that does not answer takes none."""
-    asked = [supervisor.awaited_cpus.remote() for supervisor in open_streams]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
-    total = 0.0
+def _answers(method: str, open_streams: list[Any]) -> dict[Any, float]:
+    """Return the answers of the supervisors that answer."""
+    asked = {getattr(one, method).remote(): one for one in open_streams}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+    answers = {}
     for answer in answered:
         with contextlib.suppress(ray.exceptions.RayError):
-            total += ray.get(answer)
-    return total
+            answers[asked[answer]] = ray.get(answer)
+    return answers

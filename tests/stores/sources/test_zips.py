@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores import open_store
 from raypipe.stores.sources import Asked, open_source
 from raypipe.stores.sources.format_source import Source
 
@@ -33,33 +32,6 @@ def opened(
     rows = list(source.samples)
     assert source.num_samples == len(rows)
     return source, rows
-
-
-CLASSES = {
-    "data/dog/b.jpg": b"b",
-    "data/cat/a.JPG": b"a",
-    "data/cat/in/c.png": b"c",
-    "data/readme.txt": b"x",
-}
-
-
-def test_class_folders_as_in_a_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, rows = opened(
-        write(tmp_path / "a.zip", CLASSES | {"__MACOSX/data/cat/._a.JPG": b"x"})
-    )
-    for name, content in CLASSES.items():
-        file = tmp_path / "folder" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    folder = open_store(tmp_path / "folder")
-    columns = folder.read(list(range(3)))
-    assert [row["image"] for row in rows] == columns["image"] == [b"a", b"c", b"b"]
-    assert [row["label"] for row in rows] == columns[
-        "label"
-    ].tolist() and source.classes == folder.classes
-    assert "a.zip: 3 samples; left out: " in caplog.text
 
 
 def test_several_zips_share_their_classes(tmp_path: Path) -> None:
@@ -128,15 +100,6 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
         {"image": b"a", "name": "a"},
         {"image": b"b", "name": "b"},
     ]
-
-
-def test_files_that_may_be_the_labels_are_an_error(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a", "cat/a.xml": b"x"})
-    with pytest.raises(
-        StoreError, match=r"cat/a\.xml, which belong to images by their names"
-    ):
-        open_source(file)
-    assert len(opened(file, "folder")[1]) == 1
 
 
 # What is refused, by name

@@ -189,27 +189,3 @@ def test_processes_agree_on_a_key() -> None:
         for seed in ("1", "2")
     ]
     assert outputs[0] == outputs[1] == f"{[key.hex() for key in keys(contents())]}\n"
-
-
-def test_folders_with_equal_names_and_sizes_have_keys_of_their_own(
-    tmp_path: Path,
-) -> None:
-    found = []
-    for name, value in (("one", 10), ("two", 20), ("one", 10)):
-        (tmp_path / name / "a").mkdir(parents=True, exist_ok=True)
-        for number in range(4):
-            image = np.full((20, 20, 3), value + number, np.uint8)
-            if len(found) < 2:
-                cv2.imwrite(str(tmp_path / name / "a" / f"{number}.bmp"), image)
-        spec = open_stream(
-            str(tmp_path / name),
-            plan=PlanConfig(micro_batch_size=2),
-            transform=TransformConfig(train="light", size=16),
-        )
-        recipes = MicroBatchMaker(spec).sample_makers.recipes
-        content = Contents(spec, recipes, "s")
-        found.append(content.keys([MicroBatchId("train", 0, 0, 0)])[0])
-        store = spec.stores["train"]
-        assert store.fingerprint == open_store(str(tmp_path / "one")).fingerprint
-    first, second, again = found
-    assert first == again != second

@@ -137,26 +137,6 @@ def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
     assert folder.take("s", PLACE) is None
 
 
-def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
-    Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
-    size = (tmp_path / KEYS[0].hex()).stat().st_size
-    os.utime(tmp_path / KEYS[0].hex(), (1, 1))
-    folder = Folder(tmp_path, 4 * size)
-    for number in (1, 2, 3):
-        folder.put(KEYS[number], finished(number), lasts=True)
-        os.utime(tmp_path / KEYS[number].hex(), (number + 1, number + 1))
-    assert len(keys_in(folder)) == 4  # which touches them
-    os.utime(tmp_path / KEYS[2].hex(), (5, 5))
-    for number in (4, 5):
-        folder.put(KEYS[number], finished(number), lasts=True)
-        total = sum(path.stat().st_size for path in tmp_path.iterdir())
-        assert total <= 4 * size + 100
-    found = set(keys_in(folder))
-    assert {KEYS[4], KEYS[5]} <= found and KEYS[2] not in found
-    Folder(tmp_path, size - 1).put(KEYS[6], finished(6), lasts=True)
-    assert KEYS[6] not in keys_in(folder)
-
-
 def test_what_passes_by_goes_before_a_validation(tmp_path: Path) -> None:
     Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
     size = (tmp_path / KEYS[0].hex()).stat().st_size

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -150,50 +149,3 @@ def kill(title: str) -> None:
             os.kill(process.pid, signal.SIGKILL)
             killed += 1
     assert killed
-
-
-@pytest.mark.soak
-def test_a_model_is_the_same_whatever_is_remembered(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    off = trained(stores, tmp_path, remember="off")
-    first = trained(stores, tmp_path)
-    # what a run leaves, killed or not, serves the next one
-    second = trained(stores, tmp_path)
-    assert off[0] == 0 < first[0] < second[0]
-    assert off[1:] == first[1:] == second[1:]
-
-
-def trained(
-    stores: dict[str, Path], remember: Path, **pool: Any
-) -> tuple[int, list[float], Any]:
-    """Train a linear model; return how much was remembered, the accuracies of validations, and digests."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3 * 24 * 24, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    stream = Stream(spec_of(stores, 5, remember, **pool))
-    accuracies = list[float]()
-    num_remembered = 0
-    good = 0
-    seen = 0
-    for batch in stream.batches:
-        stream.digests.append(batch_hash(batch))
-        num_remembered += batch.num_remembered
-        images = torch.from_numpy(batch["image"].copy()).flatten(1).float() / 255
-        labels = torch.from_numpy(batch["label"].copy())
-        scores = model(images)
-        if batch.position.split == "train":
-            if seen:
-                accuracies.append(good / seen)
-                good = 0
-                seen = 0
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(scores, labels).backward()
-            optimizer.step()
-        else:
-            counts = torch.from_numpy(batch.weight.copy()) > 0
-            good += int((scores.argmax(1) == labels)[counts].sum())
-            seen += int(counts.sum())
-    accuracies.append(good / seen)
-    stream.end()
-    return num_remembered, accuracies, stream.digests

@@ -17,14 +17,14 @@ from logged_runs import (
     run_logged,
     train_all,
 )
+from small_streams import spec_of
 from without_ray import host_batches
 
 import raypipe
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import (
     DigestLog,
     EpochRecord,
@@ -39,13 +39,8 @@ PER_EPOCH = 4 * 4 + 4  # micro-batches of training and validation
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    return open_stream(
-        stores["train"],
-        stores["val"],
-        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
-        transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(engine="inline", max_actors=0),
-    )
+    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3)
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 def recorded(spec: StreamSpec, run: Path, epoch: int = 0) -> EpochRecord:

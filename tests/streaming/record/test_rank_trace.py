@@ -9,34 +9,29 @@ from typing import Any
 import pytest
 import torch
 from pictures import picture
+from small_streams import spec_of
 from traces import checked_file, processes, slices, ways
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.tracer import begin_recording, end_recording
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.record.rank_trace import RankTrace
 from raypipe.streaming.spec import StreamSpec
 
 
-def spec_of(epochs: int = 2) -> StreamSpec:
+def stream(epochs: int = 2) -> StreamSpec:
     store = MemoryStore([picture(i, 9, 9) for i in range(8)], [0] * 8)
-    return raypipe.open_stream(
-        store,
-        store,
-        plan=PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=4),
-        transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(engine="inline"),
-    )
+    plan = PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=4)
+    return spec_of(store, store, plan=plan)
 
 
 def test_a_stream_in_one_process_has_a_trace(tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = tmp_path / "trace.json"
     model = torch.nn.Linear(2, 2)
-    with raypipe.loader(spec_of(), run_dir=run, trace=file) as loader:
+    with raypipe.loader(stream(), run_dir=run, trace=file) as loader:
         for batch in every_batch(loader):
             if batch.ends_split:
                 loader.checkpoint(model=model)
@@ -54,26 +49,11 @@ def test_a_stream_in_one_process_has_a_trace(tmp_path: Path) -> None:
     assert any(event["name"] == "memory MB" for event in events)
 
 
-def test_the_ring_is_drawn_between_making_and_computing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_DEBUG", "1")
-    file = tmp_path / "trace.json"
-    with raypipe.loader(spec_of(), trace=file) as loader:
-        assert sum(1 for _ in every_batch(loader)) == 16
-    events = checked_file(file)
-    assert len(slices(events, "ring")) == len(slices(events, "copy")) == 16
-    *found, last = ways(events).values()
-    # the compute of the last one ends with the stream
-    assert last[1:] == ["ring"]
-    assert all(way[-2:] == ["ring", "compute"] and len(way) == 3 for way in found)
-
-
 def test_after_its_time_a_trace_is_written_and_the_stream_goes_on(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "trace.json"
-    loader = raypipe.loader(spec_of(epochs=50), trace=file, trace_s=0.1)
+    loader = raypipe.loader(stream(epochs=50), trace=file, trace_s=0.1)
     batches = every_batch(loader)
     deadline = time.monotonic() + 60
     while not file.exists():
@@ -93,54 +73,26 @@ def test_after_its_time_a_trace_is_written_and_the_stream_goes_on(
 
 def test_one_process_makes_one_trace_at_a_time(tmp_path: Path) -> None:
     with (
-        raypipe.loader(spec_of(), trace=tmp_path / "first.json"),
+        raypipe.loader(stream(), trace=tmp_path / "first.json"),
         pytest.raises(ConfigError, match=r"second\.json: this process already"),
     ):
-        raypipe.loader(spec_of(), trace=tmp_path / "second.json")
-    with raypipe.loader(spec_of(), trace=tmp_path / "third.json"):
+        raypipe.loader(stream(), trace=tmp_path / "second.json")
+    with raypipe.loader(stream(), trace=tmp_path / "third.json"):
         pass
     assert (tmp_path / "third.json").exists()
 
 
 def test_a_trace_without_a_folder_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="existing, writable folder"):
-        raypipe.loader(spec_of(), trace=tmp_path / "none" / "trace.json")
+        raypipe.loader(stream(), trace=tmp_path / "none" / "trace.json")
 
 
 def test_a_full_disk_does_not_end_the_stream(tmp_path: Path, caplog: Any) -> None:
     file = tmp_path / "folder" / "trace.json"
     file.parent.mkdir()
-    with raypipe.loader(spec_of(), trace=file) as loader:
+    with raypipe.loader(stream(), trace=file) as loader:
         batches = every_batch(loader)
         next(batches)
         file.parent.rmdir()
         assert sum(1 for _ in batches) == 15
     assert "the trace cannot be written" in caplog.text
-
-
-class _Event:
-    """An event of a device that has passed it after some looks."""
-
-    def __init__(self, at_ms: float, looks: int = 0) -> None:
-        self.at_ms = at_ms
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def elapsed_time(self, other: _Event) -> float:
-        return other.at_ms - self.at_ms
-
-
-def test_the_devices_stages_are_drawn_when_it_has_passed_them(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    trace = RankTrace(str(file), 60.0, 0, torch.device("cpu"), "run")
-    trace._base = _Event(100.0), 1_000_000.0
-    trace.on_stage("transfer", _Event(110.0), _Event(112.0), None)
-    trace.on_stage("compute", _Event(115.0), _Event(120.0, looks=2), None)
-    trace.closed()
-    events = checked_file(file)
-    (copy,) = slices(events, "copy")
-    assert copy["dur"] == 2000.0
-    assert copy["tid"] == "GPU copies"

@@ -6,11 +6,8 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.fs
 import pytest
 from damaged_checkpoints import DAMAGE, flip, newest
@@ -18,7 +15,6 @@ from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, CursorError, OutageError
 from raypipe.plan.places import Cursor
-from raypipe.storage.files import read_by
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.saving.checkpoints import (
     find_newest,
@@ -160,12 +156,6 @@ def test_a_cut_checkpoint_is_passed_over_and_later_removed(run: Path) -> None:
         assert step_of_each(run) == left
 
 
-def test_a_place_reached_repeatedly_has_two_checkpoints_at_most(run: Path) -> None:
-    for _ in range(4):  # each resume of a run that has ended validates once more
-        write(run.as_uri(), 1, 6)
-    assert step_of(run) == 6 and len(list(run.glob("checkpoint_*"))) == 2
-
-
 def test_if_none_can_be_read_one_error_has_all_the_reasons(run: Path) -> None:
     for path in run.glob("checkpoint_*"):
         (path / "state.pt").unlink()
@@ -188,19 +178,6 @@ def test_without_the_state_only_manifest_cursor_and_size_are_looked_at(
         match=r"0006.*is damaged \(the content of its state\.pt has changed",
     ):
         read_whole_checkpoint(open_filesystem(found.address))
-
-
-def test_the_state_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = list[str]()
-
-    def counted(filesystem: Any, path: str, read: Callable[[Any], Any]) -> Any:
-        if read is pa.NativeFile.read:
-            reads.append(Path(path).name)
-        return read_by(filesystem, path, read)
-
-    monkeypatch.setattr("raypipe.streaming.saving.checkpoints.read_by", counted)
-    find_newest(run.as_uri(), check, with_state=True)
-    assert sorted(reads) == ["checkpoint.json", "cursor.json", "state.pt"]
 
 
 def test_a_new_run_starts_from_another_run_or_its_checkpoint(
@@ -272,11 +249,11 @@ def test_a_checkpoint_of_another_plan_is_passed_over_or_refused(run: Path) -> No
         find_newest(run.as_uri(), check)
 
 
-def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(
+def test_after_ten_kills_while_writing_the_newest_checkpoint_is_whole(
     tmp_path: Path,
 ) -> None:
     run, random_moment, step = tmp_path / "run", random.Random(1), 0
-    for _ in range(30):
+    for _ in range(10):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

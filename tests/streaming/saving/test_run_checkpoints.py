@@ -15,8 +15,7 @@ from patience import until
 from small_runs import small_run
 
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
-from raypipe.metrics.records import read_records
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.run_log import RunLog
@@ -26,7 +25,6 @@ from raypipe.streaming.saving.checkpoints import (
 )
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 from raypipe.streaming.stop_file import request_stop, stop_requested
-from raypipe.train import loop
 
 
 def saved(state: Any) -> bytes:
@@ -139,15 +137,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     until(lambda: not left(), left)
 
 
-def flat(state: Any) -> Any:
-    """Tensors as their bits, so that states can be compared."""
-    if isinstance(state, torch.Tensor):
-        return state.shape, state.contiguous().flatten().view(torch.uint8).tolist()
-    if isinstance(state, dict):
-        return {name: flat(value) for name, value in state.items()}
-    return [flat(value) for value in state] if isinstance(state, list) else state
-
-
 def states(folder: Path) -> dict[str, dict[str, Any]]:
     """Of the checkpoints of a run, by their places."""
     found = {}
@@ -155,46 +144,6 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
         state = torch.load(path / "state.pt", weights_only=True)
         found[path.name[:23]] = state
     return found
-
-
-def test_background_checkpoints_equal_those_that_steps_wait_for(
-    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    beside = without_ray.train(dataclasses.replace(run, name="beside"))
-    number = len(slowly)
-
-    save = RunCheckpoints.save
-
-    def save_at_once(self: RunCheckpoints, *args: Any, **hooks: Any) -> None:
-        save(self, *args, **hooks)
-        self.wait()
-
-    monkeypatch.setattr(RunCheckpoints, "save", save_at_once)
-    without_ray.train(dataclasses.replace(run, name="waited"))
-    assert beside["steps"] == 8 == number == len(slowly) - number
-    one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
-    assert (
-        sorted(one)
-        == sorted(other)
-        == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
-    )
-    for place, state in one.items():
-        assert flat(state) == flat(other[place])
-
-
-def test_a_checkpoint_is_made_in_time_and_records_go_as_far(
-    run: RunConfig, slowly: list[str]
-) -> None:
-    """At each step, by this interval, though nothing is logged between the first and the last of an epoch."""
-    config = dataclasses.replace(
-        run.train, checkpoint_interval="0.000001s", log_interval=1000
-    )
-    figures = without_ray.train(dataclasses.replace(run, name="clock", train=config))
-    assert figures["steps"] == 8 == len(slowly)
-    found = read_records(Path(figures["run_dir"]).as_uri())
-    assert [record["step"] for record in found if record["kind"] == "train"] == list(
-        range(1, 9)
-    )
 
 
 def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
@@ -214,38 +163,3 @@ def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
         "checkpoint_0000_0000001",
         "checkpoint_0000_0000002",
     ]
-
-
-def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        run_checkpoints,
-        "is_held",
-        lambda *_: threading.current_thread().name != "raypipe-checkpoint",
-    )
-    once = dataclasses.replace(
-        run, plan=dataclasses.replace(run.plan, epochs=1), name="lost"
-    )
-    config = dataclasses.replace(once.train, checkpoint_interval=0)
-    with pytest.raises(RaypipeError, match="no longer belongs to this run"):
-        without_ray.train(dataclasses.replace(once, train=config))
-
-
-def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
-    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    backward = loop.Learner.backward
-
-    def fail(self: Any, batch: Any, last: bool) -> torch.Tensor:
-        if batch.position.step == 1:
-            raise RaypipeError("of the second step")
-        return backward(self, batch, last)
-
-    monkeypatch.setattr(loop.Learner, "backward", fail)
-    with pytest.raises(RaypipeError, match="of the second step"):
-        without_ray.train(dataclasses.replace(run, name="failed"))
-    assert (
-        list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"]
-        and len(slowly) == 1
-    )

@@ -24,7 +24,6 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Cursor
 from raypipe.stores import open_store
-from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.saving.checkpoints import write_checkpoint
 from raypipe.streaming.saving.saved_model import input_of
@@ -58,30 +57,6 @@ def test_a_run_leaves_all_that_its_model_needs(
     with torch.no_grad():
         hits = model(images).argmax(1).numpy() == np.asarray(samples["label"])
     assert hits.mean() == pytest.approx(found.metrics["val_accuracy"])
-
-
-def test_the_input_is_the_one_that_a_validation_feeds(
-    run: RunConfig, stores: dict[str, Path]
-) -> None:
-    without_ray.train(run)
-    found = raypipe.read_checkpoint(Path(run.storage_path) / "trained")
-    spec = open_stream(
-        stores["train"],
-        stores["val"],
-        plan=run.plan,
-        transform=run.transform,
-        pool=INLINE,
-    )
-    stream = loader(spec, augment=run.augment)
-    store = open_store(stores["val"])
-    for epoch in stream.epochs():
-        for batch in epoch.val:
-            for row, index in enumerate(batch.index.tolist()):
-                if index >= 0:
-                    image = bytes(store.read(np.array([index]))["image"][0])
-                    torch.testing.assert_close(
-                        found.prepare(image), batch.image[row], rtol=0, atol=1e-6
-                    )
 
 
 def described(

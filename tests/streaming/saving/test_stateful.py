@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig
-from raypipe.errors import ConfigError, CursorError
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -132,23 +132,6 @@ def test_who_goes_on_without_the_weights_is_told_so_once(
         assert warnings() == expected
 
 
-def test_without_a_checkpoint_nothing_is_restored(
-    stream: Loader, reports: Reports
-) -> None:
-    others = parts()
-    stream.restore(**others)
-    assert equal(others, parts())
-
-
-def test_a_part_may_be_left_out_of_what_is_restored(
-    stream: Loader, reports: Reports
-) -> None:
-    saved, others = parts(), parts(seed=1)
-    stream.report({}, **saved)
-    stream.restore(model=others["model"])
-    assert equal({"model": saved["model"]}, {"model": others["model"]})
-
-
 def test_only_the_first_rank_makes_a_checkpoint_and_all_report(
     stream: Loader, reports: Reports
 ) -> None:
@@ -243,40 +226,6 @@ def trained(stores: dict[str, Path], tmp_path: Path) -> tuple[RunConfig, Path]:
 def model_and_optimizer(run: RunConfig) -> tuple[Any, Any]:
     model = build_model("small", 5)
     return model, build_optimizer(model, dataclasses.replace(run.train, lr=run.peak_lr))
-
-
-def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(
-    trained: tuple[RunConfig, Path],
-) -> None:
-    run, folder = trained
-    spec = spec_of(run, folder.as_uri())
-    first = min(folder.glob("checkpoint_*"))
-    for start_from, epoch, step in ((folder, 2, 0), (first.as_uri(), 1, 3)):
-        own = loader(spec, start_from=start_from)
-        assert (own.cursor.epoch, own.cursor.step) == (epoch, step)
-        model, optimizer = model_and_optimizer(run)
-        own.restore(model=model, optimizer=optimizer)
-    state = torch.load(first / "state.pt", weights_only=True)
-    for name, part in {"model": model, "optimizer": optimizer}.items():
-        torch.testing.assert_close(part.state_dict(), state[name], rtol=0, atol=0)
-    batch = next(iter(next(own.epochs()).train))
-    assert (batch.position.epoch, batch.position.step) == (1, 3)
-    with pytest.raises(
-        ConfigError, match="has model, optimizer, scaler, ema, and no ema"
-    ):
-        own.restore(ema=model)
-
-
-def test_a_run_of_another_plan_is_refused_as_a_start(
-    trained: tuple[RunConfig, Path],
-) -> None:
-    run, folder = trained
-    spec = spec_of(
-        dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)),
-        folder.as_uri(),
-    )
-    with pytest.raises(CursorError, match="made under plan"):
-        loader(spec, start_from=str(folder))
 
 
 def test_a_run_goes_on_from_an_own_loops_checkpoint_with_equal_bits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import sys
@@ -83,11 +82,8 @@ def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(
 
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("compression", PACKED)
-@pytest.mark.parametrize("channels", [1, 4, 7])
-@pytest.mark.parametrize(
-    "dtype",
-    ["uint8", "uint16", "int16", "uint32", "uint64", "float16", "float32", "float64"],
-)
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64", "float32"])
 def test_a_tiff_comes_back_value_by_value(
     dtype: str, channels: int, compression: int, order: str
 ) -> None:
@@ -133,47 +129,21 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("compression", [None, "lzw", "zlib", "packbits", "zstd"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_no_mix_of_photometry_and_compression_changes_a_value(
-    mix: str, compression: str | None
-) -> None:
+def test_no_photometry_changes_a_value(mix: str) -> None:
     channels, options = MIXES[mix]
-    for dtype, byteorder, tile, predictor in itertools.product(
-        ("uint8", "uint16", "float32"), "<>", (None, (16, 16)), (False, True)
-    ):
+    for dtype in ("uint8", "uint16", "float32"):
         array = some(dtype, 21, 17, channels)
-        for planar in ("contig", "separate")[: 1 if channels == 1 else 2]:
-            file = io.BytesIO()
-            tifffile.imwrite(
-                file,
-                np.moveaxis(array, 2, 0) if planar == "separate" else array,
-                planarconfig=planar if channels > 1 else None,
-                predictor=predictor and compression not in (None, "packbits"),
-                compression=compression,
-                byteorder=byteorder,
-                tile=tile,
-                rowsperstrip=None if tile else 5,
-                **options,
-            )
-            check(file.getvalue(), array)
+        file = io.BytesIO()
+        planar = "contig" if channels > 1 else None
+        tifffile.imwrite(file, array, planarconfig=planar, **options)
+        check(file.getvalue(), array)
 
 
 def test_a_tiff_is_turned_upright_as_it_is_for_rgb() -> None:
     array = some("uint16", 4, 6, 4)
     check(data := tiff(array, tags={274: 6}), np.rot90(array, -1))
     assert header_size(data) == (6, 4) and header_size(tiff(array)) == (4, 6)
-
-
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
-def test_a_tiff_that_cv2_has_compressed_comes_back_with_red_first(
-    dtype: str, channels: int
-) -> None:
-    array = some(dtype, 21, 17, channels)
-    swapped = array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
-    _, lzw = cv2.imencode(".tiff", swapped, [cv2.IMWRITE_TIFF_COMPRESSION, 5])
-    check(lzw.tobytes(), array)
 
 
 def test_jpeg_palettes_and_bits_in_a_tiff_are_the_rgb_that_pillow_makes() -> None:
@@ -192,41 +162,6 @@ def test_jpeg_palettes_and_bits_in_a_tiff_are_the_rgb_that_pillow_makes() -> Non
             rgb = np.asarray(opened.convert("RGB"))
         np.testing.assert_array_equal(decode(file.getvalue()), rgb)
         check(file.getvalue(), rgb)
-
-
-@pytest.mark.parametrize("compression", PACKED)
-def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> None:
-    for dtype, channels, photometric in [
-        ("bool", 1, 0),
-        ("bool", 1, 1),
-        ("uint8", 1, 0),
-        ("uint8", 1, 1),
-        ("uint8", 3, 2),
-        ("uint16", 1, 1),
-        ("uint16", 3, 2),
-        ("uint8", 4, 5),
-    ]:
-        array = (
-            some(dtype, 10, 16, channels)
-            if dtype != "bool"
-            else some("uint8", 10, 16, 1) > 99
-        )
-        for order in "<>":
-            options: Any = {"order": order, "tags": {262: photometric}}
-            plain = decode(tiff(array, **options))
-            packed = tiff(array, compression=compression, **options)
-            np.testing.assert_array_equal(decode(packed), plain)
-            np.testing.assert_array_equal(decode_any(packed), plain)
-            if dtype == "bool":
-                check(packed, plain)
-                assert (plain == 255 * (array ^ (photometric == 0))).all()
-            if photometric < 2 and dtype != "uint16":
-                reversed_ = tiff(
-                    array, compression=compression, fill_order=2, **options
-                )
-                with contextlib.suppress(SampleError):
-                    # Pillow has none of 8 bits whose white is 0
-                    np.testing.assert_array_equal(decode(reversed_), plain)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

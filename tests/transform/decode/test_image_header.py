@@ -86,6 +86,9 @@ def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
     for decoder in (decode, decode_array):
         with pytest.raises(SampleError, match="checksum"):
             decoder(png)
+    mask = with_chunk(saved(MASK), chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    with pytest.raises(SampleError, match="checksum"):
+        decode_mask(mask, MASK.shape)
 
 
 def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
@@ -113,15 +116,21 @@ def test_an_animation_is_its_picture_for_programs_without_animations(
     )
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["eXIf", "eXIf behind", "XMP", "profile"])
-def test_metadata_turns_a_png_as_pillow_turns_it(form: str, orientation: int) -> None:
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 are not defined
+@pytest.mark.parametrize("form", ["eXIf", "eXIf behind", "XMP", "profile", "WebP"])
+def test_metadata_turns_an_image_as_pillow_turns_it(
+    form: str, orientation: int
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     body = exif.tobytes()[6:]
     png = saved(PIXELS)
     if form.startswith("eXIf"):
         png = with_chunk(png, chunk("eXIf", body), behind="behind" in form)
+    elif form == "WebP":
+        out = io.BytesIO()
+        Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=exif.tobytes())
+        png = out.getvalue()
     elif form == "XMP":
         info = PngImagePlugin.PngInfo()
         info.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bombs
@@ -14,7 +13,6 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe.errors import SampleError
 from raypipe.transform.decode import jpeg as jpeg_module
 from raypipe.transform.decode.jpeg import (
     Box,
@@ -28,14 +26,6 @@ needs_extension = pytest.mark.skipif(
     bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}"
 )
 RNG = np.random.default_rng(0)
-
-
-@contextlib.contextmanager
-def no_extension() -> Iterator[None]:
-    """What a node without the extension does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jpeg_module, "why_no_kernel", lambda: "not built")
-        yield
 
 
 def noise(height: int, width: int) -> np.ndarray:
@@ -76,31 +66,6 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
 }
 
 
-def boxes(height: int, width: int, num: int) -> Iterator[Box]:
-    """Corners, edges, single pixels, the whole, and boxes anywhere."""
-    yield from [
-        (0, 0, height, width),
-        (0, 0, 1, 1),
-        (height - 1, width - 1, 1, 1),
-        (0, width // 2, height, 1),
-    ]
-    for _ in range(num):
-        h, w = int(RNG.integers(1, height + 1)), int(RNG.integers(1, width + 1))
-        yield int(RNG.integers(height - h + 1)), int(RNG.integers(width - w + 1)), h, w
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 9), (33, 50), (64, 64), (101, 83)])
-def test_a_box_has_the_pixels_of_the_whole_to_the_bit(
-    kind: str, shape: tuple[int, int]
-) -> None:
-    data = KINDS[kind](noise(*shape))
-    whole = decode(data)
-    for box in boxes(*shape, 12):
-        assert np.array_equal(decode_box(data, box), cut(whole, box)), box
-
-
 @needs_extension
 def test_the_extension_decodes_all_but_the_unusual_itself(
     monkeypatch: pytest.MonkeyPatch,
@@ -127,31 +92,6 @@ def test_an_unfinished_progressive_file_is_smoothed_as_a_whole() -> None:
 
 
 # --- damage
-
-
-def outcome(run: Callable[[bytes], np.ndarray], data: bytes) -> bytes | str:
-    try:
-        return run(data).tobytes()
-    except SampleError as error:
-        return str(error)
-
-
-@needs_extension
-@pytest.mark.parametrize("kind", ["420", "444", "progressive 420", "restart markers"])
-def test_damage_anywhere_is_found_and_named_as_in_the_whole(kind: str) -> None:
-    data = KINDS[kind](cv2.resize(noise(12, 12), (120, 100)))
-    box = 10, 20, 30, 40
-    found = set()
-    for number in range(150):
-        rng = np.random.default_rng(number)
-        at = int(rng.integers(len(data) // 4, len(data)))
-        flipped = bytes([data[at] ^ 1 << int(rng.integers(8))])
-        damaged = data[:at] + flipped + data[at + 1 :] if number % 3 else data[:at]
-        part = outcome(lambda damaged: decode_box(damaged, box), damaged)
-        whole = outcome(lambda damaged: cut(decode(damaged), box), damaged)
-        assert part == whole
-        found.add(type(part))
-    assert found == {bytes, str}, "all of it was damaged, or nothing"
 
 
 # --- which images

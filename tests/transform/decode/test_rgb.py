@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image, ImageOps
+from PIL import Image
 
 from raypipe.errors import SampleError
 from raypipe.transform.decode import limits, rgb
@@ -67,54 +67,42 @@ def png_bomb(width: int, height: int, extra: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + extra + rows + png_chunk(b"IEND", b"")
 
 
-LOSSLESS = {
-    "png rgb": (lambda: picture(), "PNG", {}),
-    "png gray": (lambda: picture()[:, :, 0], "PNG", {}),
-    "png with metadata": (lambda: picture(), "PNG", {"dpi": (72, 72)}),
-    "png rgba": (lambda: np.dstack([picture(), picture()[:, :, 0]]), "PNG", {}),
-    "png gray and alpha": (
-        lambda: np.ascontiguousarray(picture()[:, :, :2]),
-        "PNG",
-        {},
-    ),
-    "png palette": (lambda: Image.fromarray(picture()).quantize(40), "PNG", {}),
-    "png palette with transparency": (
-        lambda: Image.fromarray(picture()).quantize(40),
-        "PNG",
-        {"transparency": bytes(range(40))},
-    ),
-    "png 1 bit": (lambda: Image.fromarray(picture()).convert("1"), "PNG", {}),
-    "webp lossy": (lambda: picture(), "WEBP", {}),
-    "webp lossless": (lambda: picture(), "WEBP", {"lossless": True}),
-    "webp rgba": (lambda: np.dstack([picture(), picture()[:, :, 0]]), "WEBP", {}),
-    "bmp": (lambda: picture(), "BMP", {}),
-    "bmp gray": (lambda: picture()[:, :, 0], "BMP", {}),
-    "gif": (lambda: picture(), "GIF", {}),
-    "gif animated": (
-        lambda: picture(),
-        "GIF",
-        {"save_all": True, "append_images": [Image.new("RGB", (9, 9))]},
-    ),
-    "tiff": (lambda: picture(), "TIFF", {}),
-    "tiff deflate": (lambda: picture(), "TIFF", {"compression": "tiff_deflate"}),
-    "tiff cmyk": (lambda: Image.fromarray(picture()).convert("CMYK"), "TIFF", {}),
-}
+LOSSLESS: list[tuple[str, str, dict[str, Any]]] = [
+    ("RGB", "PNG", {}),
+    ("L", "PNG", {}),
+    ("RGB", "PNG", {"dpi": (72, 72)}),
+    ("RGBA", "PNG", {}),
+    ("LA", "PNG", {}),
+    ("P", "PNG", {}),
+    ("P", "PNG", {"transparency": bytes(range(40))}),
+    ("1", "PNG", {}),
+    ("RGB", "WEBP", {}),
+    ("RGB", "WEBP", {"lossless": True}),
+    ("RGBA", "WEBP", {}),
+    ("RGB", "BMP", {}),
+    ("L", "BMP", {}),
+    ("RGB", "GIF", {}),
+    ("RGB", "GIF", {"save_all": True, "append_images": [Image.new("RGB", (9, 9))]}),
+    ("RGB", "TIFF", {}),
+    ("RGB", "TIFF", {"compression": "tiff_deflate"}),
+    ("CMYK", "TIFF", {}),
+]
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_every_format_but_jpeg_equals_pillow(name: str) -> None:
-    make, kind, options = LOSSLESS[name]
-    data = encoded(
-        make() if isinstance(make(), Image.Image) else Image.fromarray(make()),
-        kind,
-        **options,
-    )
-    image = decode(data)
-    assert (
-        image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
-    )
+@pytest.mark.parametrize(("mode", "kind", "options"), LOSSLESS, ids=str)
+def test_every_format_but_jpeg_equals_pillow(
+    mode: str, kind: str, options: dict[str, Any]
+) -> None:
+    image = Image.fromarray(picture())
+    image = image.quantize(40) if mode == "P" else image.convert(mode.removesuffix("A"))
+    if mode.endswith("A"):
+        image.putalpha(Image.fromarray(picture()[:, :, 0]))
+    data = encoded(image, kind, **options)
+    found = decode(data)
+    assert found.dtype == np.uint8
+    assert found.flags.c_contiguous and found.flags.writeable
     warnings.simplefilter("ignore")  # Pillow's, of a palette with transparency
-    np.testing.assert_array_equal(image, by_pillow(data))
+    np.testing.assert_array_equal(found, by_pillow(data))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -169,26 +157,6 @@ def test_any_bytes_like_value_will_do(wrap: Any) -> None:
         np.testing.assert_array_equal(decode(wrap(data)), decode(data))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize(
-    "orientation", range(10)
-)  # 0 and 9 are not defined, and ignored
-def test_exif_orientation_is_ignored_unless_asked_for(
-    kind: str, orientation: int
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(picture(), kind, exif=exif.tobytes())
-    upright = np.array(
-        ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-    )
-    assert decode(data).shape == (37, 53, 3)
-    assert np.abs(decode(data).astype(int) - by_pillow(data)).max() <= 2
-    assert decode(data, exif=True).shape == upright.shape
-    assert np.abs(decode(data, exif=True).astype(int) - upright).max() <= 2
-    assert decode(data, exif=True).flags.c_contiguous
-
-
 def test_damaged_exif_does_not_spoil_the_pixels() -> None:
     data = encoded(picture(), "JPEG", exif=b"Exif\0\0garbage" * 3)
     np.testing.assert_array_equal(decode(data, exif=True), decode(data))
@@ -211,49 +179,50 @@ def test_reduced_decoding_stays_at_or_above_min_side(
         np.testing.assert_array_equal(full, reduced)
 
 
-def test_size_limit_holds_before_any_pixel_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    jpeg = bytearray(encoded(picture(), "JPEG"))
-    at = jpeg.index(b"\xff\xc0") + 5
-    jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
-    gif = bytearray(encoded(picture(), "GIF"))
-    gif[6:10] = struct.pack("<HH", 60000, 60000)
-    bmp = bytearray(encoded(picture(), "BMP"))
-    bmp[18:26] = struct.pack("<ii", 60000, 60000)
-    tiff = encoded(picture(), "TIFF")
-    # the directory comes first
-    assert tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
-    tiff_bomb = bytearray(tiff)
-    for entry in range(10, 10 + 12 * int.from_bytes(tiff[8:10], "little"), 12):
-        if int.from_bytes(tiff[entry : entry + 2], "little") in (256, 257):
-            tiff_bomb[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, 60000)
-    plain, with_metadata = (
-        png_bomb(60000, 60000),
-        png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
-    )
-    for data in (plain, with_metadata, jpeg, gif, bmp, tiff_bomb):
-        tracemalloc.start()
-        with pytest.raises(
-            SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
-        ):
-            decode(bytes(data))
-        assert tracemalloc.get_traced_memory()[1] < 50e6
-        tracemalloc.stop()
-    canvas = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
-    animation = b"RIFF" + (len(canvas) + 4).to_bytes(4, "little") + b"WEBP" + canvas
+def sized(kind: str, marker: bytes, distance: int, size: bytes) -> bytes:
+    """An image that says it has other sides: `size` stands at a distance behind a marker."""
+    data = bytearray(encoded(picture(), kind))
+    start = data.index(marker) + distance
+    data[start : start + len(size)] = size
+    return bytes(data)
+
+
+CANVAS = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
+# Tags of a TIFF's directory: width and height, each one number of 32 bits.
+TIFF_SIDES = b"".join(struct.pack("<HHII", tag, 4, 1, 60000) for tag in (256, 257))
+BOMBS = {
+    "PNG": lambda: png_bomb(60000, 60000),
+    "PNG with metadata": lambda: png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
+    "JPEG": lambda: sized("JPEG", b"\xff\xc0", 5, struct.pack(">HH", 60000, 60000)),
+    "GIF": lambda: sized("GIF", b"GIF", 6, struct.pack("<HH", 60000, 60000)),
+    "BMP": lambda: sized("BMP", b"BM", 18, struct.pack("<ii", 60000, 60000)),
+    "TIFF": lambda: sized("TIFF", struct.pack("<H", 256), 0, TIFF_SIDES),
+    "WebP": lambda: b"RIFF\x16\0\0\0WEBP" + CANVAS,
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_size_limit_holds_before_any_pixel_is_allocated(kind: str) -> None:
+    bomb = BOMBS[kind]()
+    tracemalloc.start()
     with pytest.raises(
         SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
     ):
-        decode(animation)
-    image = picture()
-    for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
-        webp = encoded(image, "WEBP", **options)
-        monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
-        with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
-            decode(webp)
-        monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
-        assert decode(webp).shape == (37, 53, 3)
+        decode(bomb)
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}])
+def test_an_image_may_have_as_many_pixels_as_the_limit(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webp = encoded(picture(), "WEBP", **options)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
+    with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
+        decode(webp)
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
+    assert decode(webp).shape == (37, 53, 3)
 
 
 OVER_A_LIMIT = {
@@ -422,17 +391,6 @@ def test_truncated_jpeg_says_so() -> None:
         decode(data[:-20])
 
 
-def test_damaged_png_writes_nothing_to_stderr(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
-    good = encoded(picture(), "PNG")
-    for at in range(8, len(good), 7):
-        with contextlib.suppress(SampleError):
-            decode(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
-    assert capfd.readouterr().err == ""
-
-
 class Trap:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch trapped",)
@@ -487,17 +445,6 @@ def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) ->
     else:
         assert min(small.shape[:2]) == 50
         assert abs(max(small.shape[:2]) - 50 * max(shape) / min(shape)) <= 0.5
-
-
-def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
-    code = (
-        "import sys, raypipe.transform.decode.rgb; "
-        "print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "set()"
 
 
 def gray_alpha(extra: str) -> bytes:

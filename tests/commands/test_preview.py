@@ -62,21 +62,6 @@ def first_of(shown: Preview, epoch: int = 0) -> list[int]:
     return shown.plan.draw_epoch(epoch, np.arange(4)).indices.tolist()
 
 
-# Where a sample stands
-
-
-def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
-    shown = made(memory(35))  # two steps of 16, and 3 samples too many
-    for epoch in range(2):
-        places = find_draws(shown.plan, epoch, range(35))
-        assert sum(at is None for at, _ in places) == 3
-        for index, (at, row) in enumerate(places):
-            assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (
-                epoch,
-                index,
-            )
-
-
 # What the tiles are
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -338,27 +339,19 @@ def test_an_object_is_given_again(stores: dict[str, Path], tmp_path: Path) -> No
 def test_a_resume_with_other_ranks_and_settings_holds_from_its_step_on(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    plan = {"micro_batch_size": 4}
-    first = stream(stores["train"], plan=plan)
+    spec = stream(stores["train"])
     folder = open_filesystem((tmp_path / "run").as_uri())
-    with Loader(
-        first,
-        functools.partial(inline_batches, first, rank=0, world_size=1),
-        cursor=first.plan.start(),
-        folder=folder,
-    ) as loader:
-        batches = [
-            batch
-            for _, batch in zip(range(4 * 8), next(loader.epochs()).train, strict=False)
-        ]
-    # The run goes back to step 5, with two ranks and another augmentation.
-    cursor = first.plan.cursor_at(5)
-    opens = functools.partial(inline_batches, first, rank=0, world_size=2)
-    augment = AugmentConfig(preset="strong")
-    with Loader(
-        first, opens, 0, 2, cursor=cursor, folder=folder, augment=augment
-    ) as loader:
-        batches = batches[: 4 * 5] + list(next(loader.epochs()).train)
+    batches: list[Any] = []
+    # after 8 steps the run goes back to step 5, with two ranks and another augmentation
+    strong = AugmentConfig(preset="strong")
+    for step, workers, num, augment in ((0, 1, 4 * 8, None), (5, 2, None, strong)):
+        opens = functools.partial(inline_batches, spec, rank=0, world_size=workers)
+        cursor = spec.plan.cursor_at(step)
+        with Loader(
+            spec, opens, 0, workers, cursor=cursor, folder=folder, augment=augment
+        ) as loader:
+            of_start = itertools.islice(next(loader.epochs()).train, num)
+            batches = batches[: 4 * step] + list(of_start)
     check_same(tmp_path / "run", batches)
     replay = raypipe.replay(tmp_path / "run")
     assert {row["rank"] for row in replay.samples(5)} == {0}

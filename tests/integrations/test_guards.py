@@ -253,17 +253,6 @@ def test_a_trainers_checkpoint_without_a_place_is_resumed_with_a_warning(
     assert "does not say for which plan" in caplog.text
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 12, 100])
-def test_a_training_may_be_taken_in_chunks(size: int) -> None:
-    taken = []
-    for epoch in raypipe.loader(spec_of()).epochs():
-        while chunk := list(itertools.islice(epoch.train, size)):
-            taken += chunk
-    assert [batch.position.step for batch in taken] == [
-        step for _ in range(EPOCHS) for step in range(STEPS) for _ in range(2)
-    ]
-
-
 def test_a_second_loop_over_a_training_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

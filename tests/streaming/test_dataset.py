@@ -72,19 +72,10 @@ def expected(
 def check_batches(
     found: list[dict[str, Any]], batches: list[MicroBatch], channels_first: bool = False
 ) -> None:
-    assert len(found) == len(batches)
     for columns, batch in zip(found, batches, strict=True):
-        columns = {name: np.asarray(values) for name, values in columns.items()}
-        at, images = batch.position, batch["image"]
-        assert {tuple(columns[name]) for name in PLACE} == {
-            tuple([getattr(at, name)] * 8) for name in PLACE
-        }
-        assert np.array_equal(
-            columns["image"], images.transpose(0, 3, 1, 2) if channels_first else images
-        )
-        assert columns["label"].tolist() == batch["label"].tolist()
-        assert columns["index"].tolist() == batch.index.tolist()
-        assert columns["weight"].tolist() == batch.weight.tolist()
+        expected = samples_of(batch, channels_first)
+        for name in ("image", "label", "index", "weight", *PLACE):
+            np.testing.assert_array_equal(columns[name], expected[name])
 
 
 @pytest.mark.cluster

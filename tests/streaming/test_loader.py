@@ -6,12 +6,10 @@ import dataclasses
 import gc
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,41 +23,18 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.ray_stream import RayStreams, _Opening
-from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
-
-
-class InProcess:
-    """What a rank's DataIterator gives: its blocks, of two micro-batches."""
-
-    def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:
-        self.spec, self.rank, self.world_size = spec, rank, world_size
-
-    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        maker, places = (
-            MicroBatchMaker(self.spec),
-            self.spec.plan.micro_batches(self.spec.plan.start()),
-        )
-        for number, block in enumerate(
-            cut(places, self.world_size, {"train": 2, "val": 2})
-        ):
-            if number % self.world_size == self.rank:
-                batches, bad, arrays = maker.block(block)
-                maker.settle(batches, bad)
-                yield block_row(batches, arrays)
 
 
 @pytest.fixture(scope="module")
@@ -223,38 +198,9 @@ def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(
     ) == spec.plan.cursor_at(3)
 
 
-class Threaded(InProcess):
-    """As Ray Data has it: rows are made by a thread that takes a while to see that nobody wants them any more."""
-
-    def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        rows: SimpleQueue[dict[str, np.ndarray]] = SimpleQueue()
-        stopped = threading.Event()
-
-        def make() -> None:
-            for row in super(Threaded, self).iter_batches():
-                rows.put(row)
-            stopped.wait()
-            time.sleep(0.5)
-
-        self.thread = threading.Thread(target=make, name="iter_threaded", daemon=True)
-        self.thread.start()
-        try:
-            while True:
-                yield rows.get()
-        finally:
-            stopped.set()
-
-
 def closed(one: Loader) -> None:
     next(next(one.epochs()).train)
     one.close()
-
-
-def broken_off(one: Loader) -> None:
-    with one as loader:
-        for epoch in loader.epochs():
-            next(epoch.train)
-            break
 
 
 def failed(one: Loader) -> None:
@@ -272,25 +218,6 @@ def told(
         yield from batches
     finally:
         end()
-
-
-@pytest.mark.parametrize("leave", [closed, broken_off, failed])
-def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
-    spec: StreamSpec, leave: Callable[[Loader], None]
-) -> None:
-    source, ends = Threaded(spec, 0, 1), list[bool]()
-    one = Loader(
-        spec,
-        lambda _: told(
-            host_batches(cast(Any, source)),
-            lambda: ends.append(source.thread.is_alive()),
-        ),
-        cursor=spec.plan.start(),
-    )
-    leave(one)
-    assert ends == [False]
-    one.close()
-    assert ends == [False]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,42 +16,15 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError, StoreError
-from raypipe.plan.places import Cursor, Split
-from raypipe.plan.schedule import Plan
-from raypipe.stores.base import Columns, Store
+from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
-from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource
 
 # The plan as a source, without Ray
-
-
-def rows(
-    plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
-) -> list[dict[str, Any]]:
-    """With what `SourceRow` finds in each as "block"."""
-    [task] = MicroBatchSource(plan, cursor, readers, block=block).get_read_tasks(1)
-    tables = list(task())
-    assert all(
-        table.schema == task.schema == SOURCE_SCHEMA and table.num_rows == 1
-        for table in tables
-    )
-    found = [
-        {**table.to_pylist()[0], "block": SourceRow.unpacked(table).block}
-        for table in tables
-    ]
-    for table, row in zip(tables, found, strict=True):
-        # its time is measured, and no matter of the plan
-        read_s = SourceRow.unpacked(table).read_s
-        assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(
-            row["image"]
-        )
-        assert not row.pop("outage_s")
-    return found
 
 
 class ReadByThread(MemoryStore):

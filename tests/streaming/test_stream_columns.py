@@ -79,41 +79,34 @@ def columns_of(batch: MicroBatch) -> dict[str, Any]:
     }
 
 
+def values_of(index: int) -> dict[str, Any]:
+    """The columns of a sample, as the store holds them; those of padding are empty."""
+    if index == PADDING:
+        empty = {"caption": "", "embedding": [0, 0, 0], "tags": [-1, -1, -1]}
+        empty |= {"tags_length": 0, "raw": b"", "meta": None, "meta.number": 0}
+        return empty
+    tags = VALUES["tags"][index]
+    return {
+        "caption": VALUES["caption"][index],
+        "embedding": VALUES["embedding"][index].tolist(),
+        "tags": [*tags, -1, -1, -1][:3],
+        "tags_length": len(tags),
+        "raw": VALUES["raw"][index],
+        "meta": VALUES["meta"][index],
+        "meta.number": index,
+    }
+
+
 def check(batch: MicroBatch) -> None:
     """What is in a batch is what the store holds of its samples."""
-    found = columns_of(batch)
-    assert [*found] == [
-        "caption",
-        "embedding",
-        "tags",
-        "tags_length",
-        "raw",
-        "meta",
-        "meta.number",
-    ]
+    columns = {
+        name: values.tolist() if isinstance(values, np.ndarray) else values
+        for name, values in columns_of(batch).items()
+    }
     for row, index in enumerate(batch.index.tolist()):
-        if index == PADDING:
-            assert (
-                found["caption"][row] == ""
-                and found["raw"][row] == b""
-                and found["meta"][row] is None
-            )
-            assert not found["embedding"][row].any() and found["tags"][
-                row
-            ].tolist() == [-1, -1, -1]
-            continue
-        assert (
-            found["caption"][row] == VALUES["caption"][index]
-            and found["raw"][row] == VALUES["raw"][index]
-        )
-        assert (
-            found["meta"][row] == VALUES["meta"][index]
-            and found["meta.number"][row] == index
-        )
-        assert found["embedding"][row].tolist() == VALUES["embedding"][index].tolist()
-        num = len(VALUES["tags"][index])
-        assert found["tags"][row].tolist() == [*VALUES["tags"][index], -1, -1, -1][:3]
-        assert found["tags_length"][row] == num
+        expected = values_of(index)
+        assert [*columns] == [*expected]
+        assert {name: values[row] for name, values in columns.items()} == expected
 
 
 def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:

@@ -72,7 +72,7 @@ LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
-_LEAVE_S = 30.0  # for siblings, which are at their last batches
+_LEAVE_S = 90.0  # for siblings: longer than the start of a pool takes to leave a call to Ray
 _OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 

@@ -23,9 +23,8 @@ from mutate_columns import GROUPS, RECORD, Case, numeric_types
 from mutation_runs import Program, Report
 from tiers import in_system, is_soak
 
-import raypipe
-import raypipe.stores
 from raypipe.stores.arrow_columns import is_target
+from raypipe.stores.kinds import STORES
 from raypipe.stores.record import COLUMN_TYPES
 from raypipe.transform.fields import FieldKind
 from raypipe.transform.targets import TARGETS
@@ -97,7 +96,7 @@ def cases() -> list[Case]:
 
 def test_every_format_of_stores_has_damaged_values() -> None:
     # a table's values are those of Parquet's columns
-    assert {case.store for case in cases()} == {*raypipe.stores._STORES} - {"table"}
+    assert {case.store for case in cases()} == {*STORES} - {"table"}
 
 
 def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
@@ -114,7 +113,7 @@ def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
 def test_every_type_of_a_label_has_damaged_values() -> None:
     forms = {
         store: {case.form for case in cases() if case.store == store}
-        for store in raypipe.stores._STORES
+        for store in STORES
     }
     others = [
         pa.null(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +37,6 @@ NAMES = [
         "empty/.keep",
     ),
 ]
-
-
-@pytest.fixture
-def proxy(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_endpoint) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        yield made
 
 
 def put(address: str, content: bytes) -> None:

@@ -165,7 +165,7 @@ def _are_alike(names: Collection[str]) -> bool:
 
 
 def _kind_of_folder(address: str, names: Collection[str]) -> str:
-    """Return the kind of a folder, by its files; with class folders in it, it is no source."""
+    """Return the kind of a folder, by its files: a store if it has folders, for these may be classes."""
     suffixes = {Path(name).suffix[1:] for name in names}
     kinds = sorted(suffixes & {"lmdb", "parquet", "tar"})
     if kinds == ["parquet", "tar"] and _are_alike(names):

@@ -110,22 +110,24 @@ class Layout(NamedTuple):
     """Class folders of a store, as `find_classes` finds them.
 
     Attributes:
-        root: path of the folder that the classes are in.
         classes: class names.
         samples: the samples of each tree, by class.
         left_out: all other entries.
         doubts: why they may not be classes.
-        has_images: False if the samples are arrays.
         flat: images that are in no folder.
     """
 
-    root: str
     classes: tuple[str, ...]
     samples: list[list[list[TreeSample]]]
     left_out: LeftOut
     doubts: Doubts
-    has_images: bool
     flat: list[TreeSample]
+
+    @property
+    def nums(self) -> dict[str, int]:
+        """The number of samples of each class."""
+        every = zip(self.classes, *self.samples, strict=True)
+        return {name: sum(map(len, of_trees)) for name, *of_trees in every}
 
 
 def suffix_of(name: str) -> str:
@@ -191,12 +193,10 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     if has_images:
         left_out[ARRAY_SUFFIX] = sum(len(files.arrays) for files in every)
     return Layout(
-        root=root,
         classes=tuple(by_class),
         samples=_by_tree(len(trees), list(every), has_images),
         left_out=+left_out,
         doubts=_doubts_of(root, by_class, others),
-        has_images=has_images,
         flat=sorted(flat),
     )
 
@@ -449,20 +449,15 @@ def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str])
 
 
 def check_classes(
-    where: str,
-    target_column: str,
-    doubts: Doubts,
-    num_by_class: Mapping[str, int],
+    where: str, target_column: str, layout: Layout
 ) -> tuple[str, list[str]]:
     """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
-
-    Args:
-        doubts: those of the layout.
-        num_by_class: the samples of each class.
 
     Returns:
         The class that all samples have, empty if there are several; and the files that are not read.
     """
+    doubts = layout.doubts
+    num_by_class = layout.nums
     holding = [name for name, num in num_by_class.items() if num]
     told = holding[0] if len(holding) == 1 else "", doubts.others
     if target_column == BY_FOLDER:

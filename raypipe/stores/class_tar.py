@@ -121,9 +121,7 @@ def index_tars(
             "layout"
         )
     layout = find_classes(list(map(_tree_of, scans)), names[0])
-    nums = [sum(map(len, of_class)) for of_class in zip(*layout.samples, strict=True)]
-    num_by_class = dict(zip(layout.classes, nums, strict=True))
-    told = check_classes(names[0], target_column, layout.doubts, num_by_class)
+    told = check_classes(names[0], target_column, layout)
     views = list(map(_view_of, layout.samples))
     are_plain = [
         paths == sorted(paths, key=lambda path: path.split("/"))
@@ -132,7 +130,7 @@ def index_tars(
     views = [{**scan, **view} for scan, view in zip(scans, views, strict=True)]
     indexed = index_samples(names, views)
     fingerprint = indexed.fingerprint
-    if not all(are_plain) or not all(num_by_class.values()):
+    if not all(are_plain) or not all(layout.nums.values()):
         # the tars' own digests do not show these
         facts = hash_of_facts((layout.classes, are_plain))
         digests = [scan["digest"] for scan in scans]

@@ -115,13 +115,12 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
             raise StoreError(f"{self.address} cannot be scanned: {error}") from error
         (by_class,) = layout.samples
         nums = list(map(len, by_class))
-        num_by_class = dict(zip(layout.classes, nums, strict=True))
         samples = list(itertools.chain.from_iterable(by_class))
         if not samples and layout.flat and not target_column:
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        told = check_classes(self.address, target_column, layout.doubts, num_by_class)
+        told = check_classes(self.address, target_column, layout)
         if not self._identity:
             # other processes were sent the store by one that said so
             tell_left_out(self.address, len(samples), layout.left_out, *told)

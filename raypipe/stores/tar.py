@@ -27,6 +27,7 @@ from raypipe.stores.base import FileStore, hash_of_facts
 from raypipe.stores.class_folders import tell_left_out
 from raypipe.stores.class_tar import index_tars
 from raypipe.stores.kept import kept, path_of
+from raypipe.stores.kinds import COMPRESSED
 from raypipe.stores.tar_index import (
     SUFFIX,
     VERSION,
@@ -49,9 +50,6 @@ _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 _SMALL_BYTES = 64 << 20
 # a remote tar below this size is fetched whole, within a second
 _SMALL_REMOTE_BYTES = 32 << 20
-
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-"""Ends of names of compressed tars."""
 
 
 class TarStore(FileStore[TarSamples]):

@@ -215,7 +215,10 @@ def find_in_run(address: str) -> Indexed | None:
 
 
 def keep_in_run(address: str, indexed: Indexed) -> None:
-    """Write the samples of a store's tars for the run's other nodes."""
+    """Write the samples of a store's tars for the run's other nodes, once."""
+    folder, name = split_address(address)
+    if name in _names_in(folder):
+        return
     with contextlib.suppress(ConfigError, OSError):  # it only saves time
         _write(address, pack(indexed))
 

@@ -65,10 +65,7 @@ class TarSamples:
         self._starts = bounds
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
-        self._bounds = bounds
-        are_remote = [isinstance(archive.file, RemoteFile) for archive in archives]
-        if self.groups is not None and any(are_remote):
-            self._bounds = self.groups
+        self._bounds = bounds if self.groups is None else self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
         self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
 
@@ -135,7 +132,7 @@ class TarSamples:
     ) -> OpenFile | Unpacked | RemoteFile | ByteRanges:
         """Return the local file that samples are in, or the cache's entry: a part if they are read in groups."""
         file = self._archives[self._numbers[number]].file
-        if isinstance(file, RemoteFile) and self._bounds is self.groups:
+        if isinstance(file, RemoteFile) and self.groups is not None:
             return self._ranges_of(number, placed)
         return file
 

@@ -157,7 +157,7 @@ def _label_suffix(column: str) -> str:
 
 def find_samples(
     name: str,
-    entries: Sequence[tuple[str, Place | str | None]],
+    entries: Sequence[tuple[str, Place | str]],
     read: Read,
     image_column: str,
     target_column: str,
@@ -167,7 +167,7 @@ def find_samples(
 
     Args:
         name: name of the tar, for errors.
-        entries: its members in order: names, and places, or in words what has none; None = a folder.
+        entries: its members in order: names, and places, or in words what has none.
         read: reads the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
@@ -340,15 +340,13 @@ def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
 
 
 def _counted(
-    entries: Sequence[tuple[str, Place | str | None]],
+    entries: Sequence[tuple[str, Place | str]],
 ) -> tuple[list[tuple[str, str, Place]], LeftOut]:
     """Return key, suffix and place of each member that counts, and how many others do not, by the reason."""
     counted: list[tuple[str, str, Place]] = []
     left_out = LeftOut()
     for name, location in entries:
         names = _key_and_suffix(name)
-        if location is None:
-            continue
         if isinstance(location, str):
             left_out[location] += 1
         elif any(map(is_left_out, name.split("/"))):

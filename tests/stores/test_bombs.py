@@ -32,13 +32,14 @@ from PIL import Image
 from raypipe.environment import VARIABLES
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.stores import _STORES, open_store
+from raypipe.stores import open_store
+from raypipe.stores.kinds import SOURCES, STORES
 from raypipe.stores.lmdb_values import READERS
-from raypipe.stores.sources import _SOURCES, open_source
+from raypipe.stores.sources import open_source
 
 
 def test_each_kind_of_store_and_source_has_a_bomb() -> None:
-    assert BOMBS.keys() == (_STORES.keys() | _SOURCES.keys()) - OWN_CODE
+    assert BOMBS.keys() == (STORES.keys() | SOURCES.keys()) - OWN_CODE
 
 
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, tar_jumps, tar_samples
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
+from raypipe.stores.tar_samples import GROUP_BYTES
 from raypipe.streaming.spec import StreamSpec
 
 NUM_TARS, PER_TAR = 4, 12
@@ -30,16 +30,11 @@ GROUP = 8000
 """Bytes of a group: 4 or 5 images."""
 
 
-@pytest.fixture
-def proxy(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (tar_module, tar_samples):
         monkeypatch.setattr(module, "GROUP_BYTES", GROUP)
     monkeypatch.setattr(tar_samples, "_GAP_BYTES", 2048)
-    with FaultyProxy(s3_endpoint) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        yield made
 
 
 @pytest.fixture
@@ -247,12 +242,9 @@ def _content(address: str) -> bytes:
     return content
 
 
-def test_groups_are_a_function_of_sizes_that_never_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_a_function_of_sizes_that_never_changes(tmp_path: Path) -> None:
     # the order of every run in windows depends on it
-    assert tar_samples.GROUP_BYTES == 8 << 20
-    monkeypatch.setattr(tar_samples, "GROUP_BYTES", GROUP)
+    assert GROUP_BYTES == 8 << 20
     for name, sizes in (("a", [3000] * 8), ("b", [10, 30_000, 10, 7980, 20])):
         write_tar(tmp_path / f"{name}.tar", [(bytes(size), 0) for size in sizes])
     groups = TarStore(tmp_path, groups=True).groups

@@ -189,36 +189,36 @@ def test_a_label_of_a_dict_may_be_named(tmp_path: Path) -> None:
 # Lists of keys and labels
 
 
+def listed(separator: str, label_of: Callable[[int], object]) -> str:
+    """A list of more keys than there are, in another order."""
+    return "".join(f"{n}{separator}{label_of(n)}\n" for n in reversed(range(13)))
+
+
 def test_labels_of_a_list_beside(tmp_path: Path) -> None:
-    path, beside = write_entries(tmp_path / "train.lmdb", PLAIN), tmp_path / "train.txt"
+    path = write_entries(tmp_path / "train.lmdb", PLAIN)
     before = open_store(path).fingerprint
-    beside.write_text(
-        "".join(f"{number} {number % 5}\n" for number in reversed(range(13)))
-    )
+    (tmp_path / "train.txt").write_text(listed(" ", lambda number: number % 5))
     store = open_store(path)
-    assert store.classes is None and read(store, "label") == [
-        [number % 5 for number in range(12)]
-    ]
-    assert store.fingerprint != before
-    (tmp_path / "names.csv").write_text(
-        "key,class\n" + "".join(f"{n},{'dog' if n % 2 else 'cat'}\n" for n in range(12))
-    )
+    assert store.classes is None and store.fingerprint != before
+    assert read(store, "label") == [[number % 5 for number in range(12)]]
+    names = "key,class\n" + listed(",", lambda number: ("cat", "dog")[number % 2])
+    (tmp_path / "names.csv").write_text(names)
     store = open_store(path, target_column="names.csv")
     assert store.classes == ("cat", "dog") and read(store, "label") == [[0, 1] * 6]
-    assert tuple(open_store(path, target_column="").stored.names) == ("image", "key")
-    beside.write_text("0 1\n")
-    with pytest.raises(
-        StoreError,
-        match=r"train\.txt has 1 lines, and none for the key b'1' of .*train\.lmdb",
-    ):
-        len(open_store(path))
-    with pytest.raises(StoreError, match=r"absent\.txt cannot be read"):
-        len(open_store(path, target_column="absent.txt"))
+    assert open_store(path, target_column="").stored.names == ["image", "key"]
     folder = write_entries(tmp_path / "env", PLAIN, folder=True)
-    (folder / "labels.txt").write_text(
-        "".join(f"{number}\t{number}\n" for number in range(12))
-    )
+    (folder / "labels.txt").write_text(listed("\t", int))
     assert read(open_store(folder), "label") == [list(range(12))]
+    (tmp_path / "train.txt").write_text("0 1\n")
+    for column, message in (
+        (
+            "label",
+            r"train\.txt has 1 lines, and none for the key b'1' of .*train\.lmdb",
+        ),
+        ("absent.txt", r"absent\.txt cannot be read"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            len(open_store(path, target_column=column))
 
 
 # Trust

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -17,7 +17,6 @@ from s3_server import FaultyProxy, first
 from tars import by_suffix, put, write_members
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import retries
 from raypipe.storage.files import RemoteFile, read_json, read_whole
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.local_cache import shared_cache
@@ -29,17 +28,6 @@ CLASSES = ("ant", "bee", "cat")
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (9000 * i) for i in range(12)]
 LABELS = [0, 0, 0, 1, 1, 2, 2, 0, 1, 2, 2, 2]
 SHARDS = [(0, 4), (4, 5), (5, 12)]
-
-
-@pytest.fixture
-def proxy(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
-    # pyarrow has pauses of its own between its attempts
-    monkeypatch.setattr(retries, "_FIRST_S", 0.01)
-    with FaultyProxy(s3_endpoint) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        yield made
 
 
 def write(

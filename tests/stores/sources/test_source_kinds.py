@@ -14,7 +14,8 @@ import pytest
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
-from raypipe.stores.sources import Asked, kind_at, open_source
+from raypipe.stores.kinds import kind_of
+from raypipe.stores.sources import Asked, open_source
 from raypipe.stores.sources.shards import values_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -52,7 +53,7 @@ def test_files_of_their_own_libraries_give_the_same_images(
     name: str, kind: str
 ) -> None:
     rows = rows_of(DATA / name)
-    assert kind_at(str(DATA / name)) == kind
+    assert kind_of(str(DATA / name)) == kind
     assert hashes(rows) == JPEGS
     first_label = 1 if kind == "TFRecord" else 0
     assert [row["label"] for row in rows] == [first_label + i % 4 for i in range(8)]
@@ -65,32 +66,33 @@ def test_files_of_their_own_libraries_give_the_same_images(
         ("mnist-train.tfrecord-00000-of-00001", "TFRecord"),
         ("a.tfrecord.gz", "TFRecord"),
         ("a.TFRec", "TFRecord"),
-        ("s3://bucket/a.hdf5", "HDF5"),
+        ("a.hdf5", "HDF5"),
         ("a.pth", "tensors"),
         ("package.module:samples", "samples of a function"),
-        ("train-00000-of-00002.parquet", ""),
-        ("a.tfrecord.parquet", ""),
-        ("a.tar", ""),
-        ("C:/train.lmdb", ""),
+        ("train-00000-of-00002.parquet", "parquet"),
+        ("a.tfrecord.parquet", "parquet"),
+        ("a.tar", "tar"),
+        ("a.CSV", "table"),
+        ("C:/train.lmdb", "lmdb"),
     ],
 )
 def test_names_tell_the_kind(name: str, kind: str) -> None:
-    assert kind_at(name) == kind
-    assert open_source(name) is None if not kind else True
+    is_function = kind == "samples of a function"
+    assert kind_of(name if is_function else f"s3://bucket/{name}") == kind
 
 
 def test_class_folders_stay_a_store_next_to_other_files(tmp_path: Path) -> None:
     (tmp_path / "backup.zip").write_bytes(b"")
-    assert kind_at(str(tmp_path)) == "zip"
+    assert kind_of(str(tmp_path)) == "zip"
     (tmp_path / "cat").mkdir()
-    assert kind_at(str(tmp_path)) == ""
+    assert kind_of(str(tmp_path)) == "folder" and open_source(tmp_path) is None
 
 
 def test_a_folder_is_known_by_its_files_and_not_by_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "photos.zip"
     (folder / "cat").mkdir(parents=True)
     (folder / "cat" / "a.jpg").write_bytes(b"x")
-    assert kind_at(str(folder)) == "" and len(open_store(folder)) == 1
+    assert open_source(folder) is None and len(open_store(folder)) == 1
 
 
 def test_a_missing_library_names_the_extra(

@@ -41,26 +41,34 @@ class BlockFlow:
             - self.pool.metrics.num_tasks_submitted
         )
 
-    def description(self, actors: Any, ranks: int, num_waiting: int) -> str:
+    def description(
+        self, actors: Any, ranks: int, num_waiting: int, silent: int
+    ) -> str:
         """Describe the state of the blocks and of the pool's actors.
 
         Args:
             ranks: number of ranks.
             num_waiting: ranks that say that they have waited for a second or more.
+            silent: actors whose nodes do not answer.
         """
+        running = actors.running - silent
+        others = f", {silent} do not answer" if silent else ""
         active = self.pool.num_active_tasks()
         queued = self.queued()
         waiting = self.waiting()
-        if not actors.running:
-            return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
+        if not running:
+            return (
+                f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart"
+                f"{others})"
+            )
         if waiting and not active:
             num_busy = ranks - num_waiting
             if not num_busy or self.waiting_of(ranks) * ranks < num_waiting:
                 return f"a rank fetches a finished block from its node, and {waiting} wait behind it"
             return f"{waiting} finished blocks wait for {num_busy} other ranks"
         if active or queued:
-            return f"{actors.running} transform actors work on {active} blocks, and {queued} are queued"
-        return f"{actors.running} transform actors are idle and wait for the reader"
+            return f"{running} transform actors work on {active} blocks, and {queued} are queued{others}"
+        return f"{running} transform actors are idle and wait for the reader{others}"
 
     def waiting_of(self, ranks: int) -> float:
         """Return the share of the ranks that have no finished block."""

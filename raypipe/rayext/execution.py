@@ -289,7 +289,12 @@ class StreamAutoscaler:
         )
         state = ""
         if flow.finished:
-            state = flow.description(actors, self._ranks, self._num_waiting)
+            state = flow.description(
+                actors,
+                self._ranks,
+                self._num_waiting,
+                self._lost.num_silent(),
+            )
         ready = 1.0 - flow.waiting_of(self._ranks)
         answer = self._supervisor.execution_progress.remote(
             self._name, now - self._keeper.taken_at, self._process, state, ready

@@ -77,6 +77,13 @@ class LostBlocks:
         self._finished.clear()
         self._taken.clear()
 
+    def num_silent(self) -> int:
+        """Return the number of actors that run as far as Ray knows, and whose nodes do not answer."""
+        return sum(
+            not (state.is_restarting or self._answers(state.actor_location))
+            for state in self._pool._running_actors.values()
+        )
+
     def copy_of(self, block: Any) -> Any:
         """Return a reference to what another actor makes in the place of a block; None = nothing."""
         finished = self._finished.get(block)
@@ -86,7 +93,7 @@ class LostBlocks:
         """Give the blocks of lost actors to others; return how many were given.
 
         Args:
-            alive: ids of the nodes that are alive.
+            alive: ids of the nodes that are alive, and answer.
             stuck: actors that died, and find no CPUs to restart.
         """
         self._alive = alive
@@ -101,7 +108,7 @@ class LostBlocks:
         others = itertools.cycle(healthy)
         num = 0
         for finished in list(self._finished.values()):
-            if not self._is_alive(finished.node):
+            if not self._answers(finished.node):
                 other = next(others)
                 finished.copy, _ = self._given(
                     finished.inputs, other, 0, num_returns=_NUM_RETURNS
@@ -113,12 +120,12 @@ class LostBlocks:
             actor = actors.get(task.get_task_id().actor_id())
             if actor is None or getattr(task, "_pending_emit_count", False):
                 continue
-            if actor in stuck or not self._is_alive(states[actor].actor_location):
+            if actor in stuck or not self._answers(states[actor].actor_location):
                 self._give(index, task, next(others))
                 num += 1
         return num
 
-    def _is_alive(self, node: str) -> bool:
+    def _answers(self, node: str) -> bool:
         return self._alive is None or node in self._alive
 
     def _give(self, index: int, task: Any, actor: Any) -> None:
@@ -191,11 +198,11 @@ class LostBlocks:
         return replace(entry, ref=finished.copy)
 
     def _refreshed(self) -> None:
-        """Let Ray Data look which actors can take blocks; those of dead nodes cannot."""
+        """Let Ray Data look which actors can take blocks; those whose nodes do not answer cannot."""
         self._refresh()
         ready = self._pool._alive_actors_to_in_flight_tasks_heap
         for actor, state in self._pool._running_actors.items():
-            if actor in ready and not self._is_alive(state.actor_location):
+            if actor in ready and not self._answers(state.actor_location):
                 del ready[actor]
 
 

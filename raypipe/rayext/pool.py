@@ -24,9 +24,12 @@ from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
 from raypipe.rayext.lost_blocks import LostBlocks
 from raypipe.rayext.placement import cpus_name, is_labelled, placement
+from raypipe.rayext.silent_nodes import SilentNodes
 from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
+# Nodes are asked for an answer once ranks wait, and none has taken a block for so long.
+_STILL_S = 1.0
 
 # Share of busy actors above which more actors help.
 _BUSY = 0.8
@@ -179,6 +182,7 @@ class PoolKeeper:
         self._has_reported = False
         self._taken = 0  # blocks that ranks have taken
         self.taken_at = now + _START_S
+        self._silent = SilentNodes()
         # actor that died with blocks → time of its death
         self._dead_since: dict[Any, float] = {}
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
@@ -231,7 +235,7 @@ class PoolKeeper:
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
-            self._make_again(now)
+            self._make_again(now, ranks_waiting)
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
@@ -348,12 +352,23 @@ class PoolKeeper:
         for actor in sorted(idle, key=order)[:num]:
             self._pool._release_running_actor(actor)
 
-    def _make_again(self, now: float) -> None:
+    def _make_again(self, now: float, ranks_waiting: float) -> None:
         """Give the blocks of actors that are lost with their node, or find no CPUs to restart, to others."""
-        alive = {node["NodeID"] for node in nodes()}
+        there = nodes()
+        hosts = {s.actor_location for s in self._pool._running_actors.values()}
+        silent = self._silent.found()
+        is_still = ranks_waiting and now - self.taken_at >= _STILL_S
+        self._silent.ask(
+            node
+            for node in there
+            if node["NodeID"] in silent or (is_still and node["NodeID"] in hosts)
+        )
+        alive = {node["NodeID"] for node in there}
+        if hosts & alive - silent:
+            alive -= silent
         if num := self._lost.make_again(alive, self._stuck(now)):
             self._supervisor.note.remote(
-                f"{num} blocks are lost with their actor or its node: others make them again",
+                f"{num} blocks are lost with their actors' node, or wait for its answer: others make them again",
                 "blocks_lost",
             )
 

@@ -20,12 +20,15 @@ def flow(active: int, queued: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("running", "told"),
+    ("silent", "told"),
     [
-        (5, "5 transform actors work on 4 blocks, and 3 are queued"),
-        (0, "no transform actor runs (1 have not started, 0 restart)"),
+        (0, "5 transform actors work on 4 blocks, and 3 are queued"),
+        (2, "3 transform actors work on 4 blocks, and 3 are queued, 2 do not answer"),
+        (5, "no transform actor runs (1 have not started, 0 restart, 5 do not answer)"),
     ],
 )
-def test_what_the_pool_does_is_told_while_ranks_wait(running: int, told: str) -> None:
-    actors = SimpleNamespace(running=running, pending=1, restarting=0)
-    assert flow(4, 3).description(actors, 2, 1) == told
+def test_actors_whose_nodes_do_not_answer_are_not_said_to_work(
+    silent: int, told: str
+) -> None:
+    actors = SimpleNamespace(running=5, pending=1, restarting=0)
+    assert flow(4, 3).description(actors, 2, 1, silent) == told

@@ -72,7 +72,8 @@ LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
-_LEAVE_S = 90.0  # for siblings: longer than the start of a pool takes to leave a call to Ray
+# Time for siblings to leave: longer than the start of a pool takes to leave a call to Ray.
+_LEAVE_S = 90.0
 _OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 

@@ -243,7 +243,7 @@ class RayStreams:
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
         stream.connect(self._siblings > 1)
-        stream.on_end.append(ask_for_room(settings))
+        stream.on_end.append(ask_for_room(settings, stream.check))
         # a driver may also call its train function
         if self._in_train and self._max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()

@@ -44,9 +44,14 @@ def make_room(cpus: float) -> None:
         )
 
 
-def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
+def ask_for_room(
+    pool: PoolConfig, check: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
     """Let the pools of this process's other streams shrink, as far as a new one needs it and they have more than
     their smallest number of actors. CPUs that are free, but that actors of these pools will take, do not count.
+
+    Args:
+        check: raises an error if the new stream is not wanted any more.
 
     Returns:
         A function that ends that.
@@ -73,10 +78,15 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
                 if ray.is_initialized():  # a call would restart it
                     supervisor.give_way.remote(more)
 
+    give_back = functools.partial(ask, -cpus)
     ask(cpus)
-    while not has_room() and may_give() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return functools.partial(ask, -cpus)
+    with contextlib.ExitStack() as left:
+        left.callback(give_back)
+        while not has_room() and may_give() and time.monotonic() < deadline:
+            check()
+            time.sleep(0.1)
+        left.pop_all()
+    return give_back
 
 
 def _answers(method: str, open_streams: list[Any]) -> dict[Any, float]:

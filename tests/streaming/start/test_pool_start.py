@@ -87,7 +87,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {
         "remember_group": lambda: None,
         "start_supervisor": lambda *_: Handle(),
-        "ask_for_room": lambda pool: lambda: None,
+        "ask_for_room": lambda pool, check: lambda: None,
         "make_room": lambda cpus: None,
         "preflight": lambda pool: SimpleNamespace(max_actors=2),
     }.items():

@@ -89,7 +89,9 @@ LOSSLESS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "kind", "options"), LOSSLESS, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"), LOSSLESS, ids=lambda value: " ".join(value)
+)
 def test_every_format_but_jpeg_equals_pillow(
     mode: str, kind: str, options: dict[str, Any]
 ) -> None:

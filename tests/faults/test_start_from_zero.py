@@ -17,6 +17,9 @@ from raypipe.stores.destination import write_atomically
 
 # The autoscaler looks for requests so seldom, which is longer than two tries of Ray Train's.
 _LOOK_S = 45
+_LATE_ANSWER = re.compile(
+    r"[^\n]*Failed to send resource request.*?GetTimeoutError[^\n]*\n", re.DOTALL
+)
 # Ray's line about clusters of other tests
 _OTHER_CLUSTERS = "Found multiple active Ray instances"
 
@@ -65,10 +68,12 @@ def test_a_start_from_zero_nodes_is_told_in_few_lines_and_is_no_fault(
         assert run.wait() == 0, said
     begin = next(i for i, line in enumerate(said) if "starting 1 trainer" in line)
     end = next(i for i, line in enumerate(said) if "step " in line and i > begin)
-    # Each of these nodes sends the lines of the whole machine; how often progress is told is a matter of pace.
-    sentences = {re.sub(r"\d+", "N", line) for line in said[begin:end]}
+    # Each of these nodes sends the lines of the whole machine. A matter of pace is how often progress is told, and
+    # the warning of Ray Train, with a traceback, that its coordinator takes some seconds to answer.
+    text = _LATE_ANSWER.sub("", "".join(said[begin:end]))
+    sentences = {re.sub(r"\d+", "N", line) for line in text.splitlines()}
     told = [line for line in sentences if _OTHER_CLUSTERS not in line]
-    assert len(told) <= 10, "".join(said[begin:end])
+    assert len(told) <= 10, text
     assert states == {"waiting"}, said
     records = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
     assert not [line for line in records if json.loads(line)["kind"] == "fault"]

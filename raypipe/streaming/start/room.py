@@ -20,6 +20,7 @@ _logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 # Longest wait for other pools to give way: actors finish their blocks, and a pool that starts may not answer.
 _GIVE_WAY_S = 60.0
+_LATE_S = 2.0  # Ray tells late which CPUs have been taken
 _ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
 
@@ -64,11 +65,17 @@ def ask_for_room(
         awaited_cpus = sum(_answers("awaited_cpus", open_streams).values())
         return cluster_resources().free_cpus - awaited_cpus >= cpus
 
+    def keeps_room() -> bool:
+        if not has_room():
+            return False
+        time.sleep(_LATE_S)
+        return has_room()
+
     def may_give() -> bool:
         giving = _answers("giving_cpus", open_streams)
         return len(giving) < len(open_streams) or any(giving.values())
 
-    if not open_streams or has_room():
+    if not open_streams or keeps_room():
         return lambda: None
     deadline = time.monotonic() + _GIVE_WAY_S
 
@@ -82,7 +89,7 @@ def ask_for_room(
     ask(cpus)
     with contextlib.ExitStack() as left:
         left.callback(give_back)
-        while not has_room() and may_give() and time.monotonic() < deadline:
+        while not keeps_room() and may_give() and time.monotonic() < deadline:
             check()
             time.sleep(0.1)
         left.pop_all()

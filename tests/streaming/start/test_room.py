@@ -26,6 +26,7 @@ class Cluster:
         monkeypatch.setattr(room, "supervisors", lambda: [self._supervisor])
         monkeypatch.setattr(room, "cluster_resources", self._resources)
         monkeypatch.setattr(room, "_answers", self._answers)
+        monkeypatch.setattr(room, "_LATE_S", 0.0)
         monkeypatch.setattr("ray.is_initialized", lambda: True)
 
     def _resources(self) -> Resources:

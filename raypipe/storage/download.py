@@ -1,14 +1,13 @@
-"""Downloads of whole objects and of ranges, by concurrent reads."""
+"""Downloads of whole objects, by concurrent reads of ranges, which continue where a killed process stopped."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
+from io import BufferedRandom
 
 from raypipe.errors import StoreError
-from raypipe.storage.byte_ranges import ByteRanges
-from raypipe.storage.files import RemoteFile, digest_of_file, open_unchanged
+from raypipe.storage.files import RemoteFile, hash_of, open_unchanged
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import Threads, report_progress
@@ -16,7 +15,7 @@ from raypipe.storage.retries import Threads, report_progress
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
-"""Size of a ranged read of what is unpacked."""
+"""Size of a ranged read. A process that dies loses up to _NUM_AHEAD of them."""
 # Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
 _NUM_AHEAD = 16
 
@@ -24,7 +23,7 @@ _NUM_AHEAD = 16
 def read_pieces(file: RemoteFile) -> Iterator[bytes]:
     """Yield a file's content, local or remote, in order."""
     if is_remote(file.address):
-        yield from _read_remote(file)
+        yield from _read_remote(file, 0)
         return
     source = OpenFile(file.address)
     start = 0
@@ -33,33 +32,31 @@ def read_pieces(file: RemoteFile) -> Iterator[bytes]:
         yield piece
 
 
-def fetch(file: RemoteFile | ByteRanges, path: Path, descriptor: int) -> None:
-    """Fetch an object, or ranges of one, into a local file.
+def download(file: RemoteFile, target: BufferedRandom) -> None:
+    """Download an object, or continue a partial download, which a file has from its start on.
 
-    Args:
-        path, descriptor: the file, and its open descriptor.
-
-    Raises:
-        StoreError: the object has changed since the store was opened, cannot be read, or is damaged.
+    Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a
+    failure, such as a full disk, they stay for the next attempt.
     """
-    if isinstance(file, ByteRanges):
-        file.fetch(descriptor)
-        return
     logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-    ByteRanges(file, ((0, file.num_bytes),)).fetch(descriptor)
-    digest = digest_of_file(path) if file.digest else ""
-    if digest != file.digest:
+    digest = hash_of(target)
+    for piece in _read_remote(file, target.tell()):
+        target.write(piece)
+        target.flush()
+        digest.update(piece)
+    if file.digest and digest.hexdigest() != file.digest:
+        target.truncate(0)
         raise StoreError(
-            f"{file.address} is damaged: its checksum is {digest}, but it was written with {file.digest}; "
-            "convert it again"
+            f"{file.address} is damaged: its checksum is {digest.hexdigest()}, but it was written with "
+            f"{file.digest}; convert it again"
         )
 
 
-def _read_remote(file: RemoteFile) -> Iterator[bytes]:
-    """Yield an object's bytes, in order, with several concurrent reads."""
+def _read_remote(file: RemoteFile, start: int) -> Iterator[bytes]:
+    """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
     window = _NUM_AHEAD * PART_BYTES
     with open_unchanged(file) as source, Threads(_NUM_AHEAD) as pool:
-        for first in range(0, file.num_bytes, window):
+        for first in range(start, file.num_bytes, window):
             starts = range(first, min(first + window, file.num_bytes), PART_BYTES)
             sizes = [min(PART_BYTES, file.num_bytes - offset) for offset in starts]
             for num_bytes, data in zip(

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -252,8 +253,12 @@ def short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
+    """Return a hash of the rest of a file, which can be updated with more bytes."""
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+
+
 def digest_of_file(path: Path) -> str:
     """Return blake2b of a file's content, as 32 hex digits."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return digest.hexdigest()
+        return hash_of(file).hexdigest()

@@ -48,8 +48,12 @@ class Room:
         """Context manager: nobody makes room, or counts files."""
         return locked(self._folder / _RECORD, _POLL_S)
 
-    def take(self, path: Path, num_bytes: int) -> bool:
+    def take(self, path: Path, num_bytes: int, is_exact: bool = False) -> bool:
         """Let a file that exists grow to so many bytes, for which others are removed.
+
+        Args:
+            is_exact: all files are counted, since a user may have emptied the folder; no more are removed than
+                is needed; and the file keeps its size, which it reaches by and by.
 
         Returns:
             Whether there is room; if not, others are writing too much.
@@ -60,7 +64,8 @@ class Room:
         with self.locked():
             record = self._folder / _RECORD
             text = record.read_text()
-            used = int(text) if text.isdecimal() else self._count()
+            is_counted = text.isdecimal() and not is_exact
+            used = int(text) if is_counted else self._count()
             limit = self._limit_bytes
             if limit is None:
                 limit = int(self._share * (shutil.disk_usage(self._folder).free + used))
@@ -68,11 +73,12 @@ class Room:
                 raise TooLargeError(limit)
             more = num_bytes - path.stat().st_size
             if used + more > limit:
-                freed = int(_FREED_SHARE * limit)
+                freed = 0 if is_exact else int(_FREED_SHARE * limit)
                 used = self._count(limit - freed - more, path)
             # first, since a process that is killed here must not count too little
             record.write_text(str(used + more))
-            os.truncate(path, num_bytes)
+            if not is_exact:
+                os.truncate(path, num_bytes)
         return used + more <= limit
 
     def _count(self, kept: int | None = None, spared: Path | None = None) -> int:

@@ -4,7 +4,8 @@
                                 second; modified at time 0, or it is not as it was downloaded
     CACHE/shards/KEY-BOOT       ranges of an object, see `storage.byte_ranges`, with the id of the machine's boot:
                                 they may lose bytes when the machine stops
-    CACHE/shards/.KEY-BOOT      any of these, while a process writes it
+    CACHE/shards/KEY-BOOT.partial    the first bytes of a download, which the next one of the object continues
+    CACHE/shards/.KEY-BOOT      ranges or an unpacked object, while a process writes it
     CACHE/shards/.lock          exclusive lock of the process that downloads a whole object
     CACHE/shards/.lock-NN       of the processes that fetch ranges or unpack an object whose key has this number
     CACHE/shards/.room          see `storage.limited_folder`
@@ -34,7 +35,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from raypipe.background import Repeating
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges
-from raypipe.storage.download import fetch, read_pieces
+from raypipe.storage.download import download, read_pieces
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.limited_folder import Room, TooLargeError
 from raypipe.storage.local_file import (
@@ -223,22 +224,29 @@ class LocalCache:
 
     def _make(self, file: CacheEntry, data: Path) -> None:
         """Make a file; the caller has its lock."""
-        partial = self._folder / f".{file.key}-{boot_id()}"
+        if isinstance(file, RemoteFile):
+            partial = self._folder / f"{file.key}-{boot_id()}.partial"
+        else:
+            partial = self._folder / f".{file.key}-{boot_id()}"
         try:
             partial.touch(0o600)
             with partial.open("r+b") as target:
-                if isinstance(file, Unpacked):
+                if isinstance(file, RemoteFile):
+                    self._make_room(file, partial, file.num_bytes)
+                    download(file, target)
+                elif isinstance(file, Unpacked):
                     self._unpack(file, partial, target)
                 else:
                     self._make_room(file, partial, file.num_bytes)
-                    fetch(file, partial, target.fileno())
+                    file.fetch(target.fileno())
                 target.flush()
                 os.utime(target.fileno(), ns=(time.time_ns(), _UNTOUCHED_NS))
                 if not isinstance(file, ByteRanges):
                     os.fsync(target.fileno())
             partial.replace(data)
         finally:
-            partial.unlink(missing_ok=True)
+            if not isinstance(file, RemoteFile):
+                partial.unlink(missing_ok=True)
 
     def _unpack(self, file: Unpacked, partial: Path, target: BufferedRandom) -> None:
         """Unpack a file into a new one."""
@@ -257,7 +265,7 @@ class LocalCache:
     def _make_room(self, file: CacheEntry, partial: Path, num_bytes: int) -> None:
         """Let a file that is being made grow to so many bytes."""
         try:
-            self._room.take(partial, num_bytes)
+            self._room.take(partial, num_bytes, is_exact=isinstance(file, RemoteFile))
         except TooLargeError as error:
             (limit,) = error.args
             raise StoreError(

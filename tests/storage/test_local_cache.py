@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -14,11 +15,11 @@ from patience import until
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import byte_ranges, local_cache, retries
+from raypipe.storage import download, local_cache, retries
 from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
-from raypipe.storage.local_file import OpenFile
+from raypipe.storage.local_file import OpenFile, boot_id
 
 SIZE = 200_000
 Put = Callable[..., RemoteFile]
@@ -31,8 +32,7 @@ def proxy(
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(byte_ranges, "_REQUEST_BYTES", 20_000)
-        monkeypatch.setattr(byte_ranges, "_buffers", byte_ranges._Buffers())
+        monkeypatch.setattr(download, "PART_BYTES", 20_000)
         yield made
 
 
@@ -74,10 +74,10 @@ def program(
     code = f"""
 import hashlib, os, sys, time
 from pathlib import Path
-from raypipe.storage import byte_ranges, local_cache
+from raypipe.storage import download, local_cache
 from raypipe.storage.local_cache import LocalCache
 from raypipe.storage.files import RemoteFile
-byte_ranges._REQUEST_BYTES = 20_000
+download.PART_BYTES = 20_000
 path = LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).get(RemoteFile(**{vars(file)!r}), Path)
 print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
 {then}
@@ -121,12 +121,38 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
     assert sent(proxy) == 2 * SIZE  # once by them, once by this test
 
 
+def test_a_killed_download_goes_on_where_it_was(
+    put: Put,
+    bucket: str,
+    s3_endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = put(num_bytes=2_000_000)
+    data = LocalCache(tmp_path / "shards").path_of(file)
+    partial = data.with_name(f"{data.name}-{boot_id()}.partial")
+    with FaultyProxy(s3_endpoint, rates={"slow": 1.0}, slow_s=0.1) as slow:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
+        process = program(tmp_path, file, "pass")
+        until(lambda: partial.exists() and partial.stat().st_size >= 200_000)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        arrived = partial.stat().st_size
+        assert not data.exists() and 200_000 <= arrived < file.num_bytes
+        cache = LocalCache(tmp_path / "shards")
+        content = content_of(cache, file)
+        assert sent(proxy) == file.num_bytes - arrived
+        assert content == remote_bytes(file) and not partial.exists()
+
+
 def test_the_least_recently_opened_shards_make_room(
     put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cache, "_TOUCH_S", 0.0)
     files = [put(name) for name in "abcd"]
-    cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + SIZE // 5)
+    cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + 100)
     for name in "abacad":
         content_of(cache, files["abcd".index(name)])
         held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("[!.]*"))
@@ -167,6 +193,18 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     # nobody uses that cache
     until(is_closed)
     assert content_of(caches[0], one) == remote_bytes(one)
+
+
+def test_a_download_does_not_continue_across_a_reboot(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    file = put()
+    cache = LocalCache(tmp_path / "shards")
+    (tmp_path / "shards").mkdir()
+    data = cache.path_of(file)
+    data.with_name(f"{data.name}-another.partial").write_bytes(bytes(SIZE // 2))
+    assert content_of(cache, file) == remote_bytes(file)
+    assert sent(proxy) == 2 * SIZE
 
 
 def test_a_forked_child_has_a_view_of_its_own(

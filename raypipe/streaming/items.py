@@ -229,10 +229,11 @@ class ItemMaker:
             (index_in(samples.images[row]), (k0, k1))
             for row, (k0, k1) in zip(rows.tolist(), keys[rows].tolist(), strict=True)
         ]
-        before = costly_states()
-        items = self._until_one_fails(wanted)
-        if not self._seeds_all and costly_states() != before:
-            self._seeds_all = True
+        if not self._seeds_all:
+            before = costly_states()
+            items = self._until_one_fails(wanted)
+            self._seeds_all = costly_states() != before
+        if self._seeds_all:
             items = self._until_one_fails(wanted)
         made = rows[: len(items)]
         is_made[made] = True

@@ -82,11 +82,17 @@ def seed_for_item(k0: int, k1: int) -> None:
 
 
 def seed_cheaply(k0: int) -> None:
-    """Seed the generators of OpenCV and torch, if it is imported; takes 2 µs."""
+    """Seed the generators of OpenCV and torch; takes 2 µs."""
     seed_opencv(k0)
+    # None while torch is being imported
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
+        # not torch.manual_seed, which goes to the GPUs as well
         generator.manual_seed(k0)
+        return
+    _watch.key = threading.get_ident(), k0
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
 
 
 def costly_states() -> Any:
@@ -98,17 +104,8 @@ def costly_states() -> Any:
 
 
 def _seed_others(k0: int, k1: int) -> None:
-    seed_opencv(k0)
     random.seed(k0 << 64 | k1)
-    # None while torch is being imported
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        # not torch.manual_seed, which goes to the GPUs as well
-        generator.manual_seed(k0)
-        return
-    _watch.key = threading.get_ident(), k0
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
+    seed_cheaply(k0)
 
 
 def seed_opencv(seed: int) -> None:

@@ -254,6 +254,17 @@ def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of gloo, of this process alone."""
+    from torch import distributed
+
+    ranks = f"file://{tmp_path}/ranks"
+    distributed.init_process_group("gloo", init_method=ranks, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def ray_folder() -> Iterator[str]:
     """A folder for a Ray of a test's own."""
     with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as folder:

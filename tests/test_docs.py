@@ -8,13 +8,12 @@ import json
 import re
 import runpy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import yaml
 from documented import PAGES, ROOT, blocks, commands, defined
 from small_runs import parse_run
@@ -286,15 +285,6 @@ def test_the_loops_of_docs_integrations_learn(
         )  # from its last checkpoint, after which there is nothing to train
     )
     assert len(losses) == 2 and losses[1] < losses[0] == again[0]
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    """A process group of gloo, of this process alone."""
-    ranks = f"file://{tmp_path}/ranks"
-    dist.init_process_group("gloo", init_method=ranks, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.pages

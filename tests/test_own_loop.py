@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from documented import ROOT, blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -150,16 +148,7 @@ def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(
     assert not (tmp_path / "runs").exists()  # no trainer was started
 
 
-@pytest.fixture
-def only_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of gloo, of this process alone."""
-    ranks = f"file://{tmp_path}/ranks"
-    dist.init_process_group("gloo", init_method=ranks, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("only_rank")
+@pytest.mark.usefixtures("one_process_group")
 def test_the_hooks_of_ddp_compress_the_gradient_of_each_step() -> None:
     """The page's hooks: in bf16, and by matrices of a low rank from a step on."""
     page = blocks("python", ROOT / "docs" / "training-loop.md")

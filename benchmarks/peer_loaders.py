@@ -320,6 +320,7 @@ class _Items:
 
 
 def torch_items(work: Work) -> Start:
+    import albumentations  # noqa: F401  as a program that has such a Dataset
     from torch.utils.data import DataLoader
 
     def start() -> Epochs:
@@ -332,6 +333,8 @@ def torch_items(work: Work) -> Start:
 
 def raypipe_items(work: Work) -> Start:
     """With the Dataset, its collate function and the workers of the torch DataLoader."""
+    import albumentations  # noqa: F401
+
     import raypipe
     from raypipe.streaming import open_items, ray_stream  # noqa: F401
 

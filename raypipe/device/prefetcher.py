@@ -26,6 +26,7 @@ from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
 from raypipe.errors import ConfigError
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
+from raypipe.transform.block_memory import reused_memory
 from raypipe.transform.fields import (
     COLUMN,
     IMAGE,
@@ -122,7 +123,7 @@ class Batch(Unlike, instead=_INSTEAD):
         None if no row of the batch counts.
         """
         fields = dict(self.fields)
-        fields[TENSORS] = fields[TENSORS].clone()
+        fields[TENSORS] = _copied(fields[TENSORS])
         return unpack(fields)
 
     def check_labels(self, num_classes: int) -> None:
@@ -199,6 +200,19 @@ class Batch(Unlike, instead=_INSTEAD):
         else:
             mix = None
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of bytes, uint8 (n,), which a loop may keep and write to.
+
+    On a CPU its memory serves later copies once nobody holds on to it, see `reused_memory`.
+    """
+    if values.device.type != "cpu":
+        return values.clone()
+    own = reused_memory(len(values))
+    # by NumPy: the threads of torch's copy spin for longer than it takes, on CPUs that actors need
+    np.copyto(own, values.numpy())
+    return torch.from_numpy(own)
 
 
 def on_device(

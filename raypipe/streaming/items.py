@@ -24,7 +24,7 @@ from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
-from raypipe.transform.nest import pack
+from raypipe.transform.nest import Packer
 from raypipe.transform.process_state import (
     costly_states,
     seed_cheaply,
@@ -91,6 +91,7 @@ class DatasetItems:
 
     Attributes:
         name: name of the Dataset's class, for messages.
+        collate: the collate function; None = torch's default.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DatasetItems:
     ) -> None:
         self._datasets = _Datasets([dataset])
         self._number = 0
-        self._collate = collate
+        self.collate = collate
         self._prepare = prepare
         self.name = dataset if isinstance(dataset, str) else type(dataset).__qualname__
 
@@ -140,18 +141,9 @@ class DatasetItems:
                     name,
                     part.num_bytes / 1e9,
                 )
-        if self._collate is not None:
-            facts["collate_fn"] = part_of("collate_fn", self._collate)
+        if self.collate is not None:
+            facts["collate_fn"] = part_of("collate_fn", self.collate)
         return facts
-
-    @property
-    def collate(self) -> Collate:
-        """The collate function."""
-        if self._collate is not None:
-            return self._collate
-        from torch.utils.data import default_collate  # this imports torch
-
-        return default_collate
 
     def __getstate__(self) -> dict[str, Any]:
         opened = ("dataset", "facts")
@@ -162,7 +154,7 @@ class DatasetItems:
         copy = DatasetItems("")
         copy.__dict__ |= self.__getstate__()
         copy._datasets = self._datasets.copied()
-        copy._collate = copied(self._collate)
+        copy.collate = copied(self.collate)
         return copy
 
 
@@ -194,7 +186,8 @@ class ItemMaker:
     def __init__(self, items: DatasetItems) -> None:
         self.fields = {LABEL: CLASS, ITEM: Field("item")}
         self._items = items
-        self._collate = items.collate
+        self._packer = Packer(cloudpickle.dumps)
+        self._collate = items.collate or self._packer.collate
         self._is_settled = False
         # whether an item has drawn from the generators that are costly to seed
         self._seeds_all = False
@@ -295,7 +288,7 @@ class ItemMaker:
             k0, k1 = key()
             collate_key = (k0 ^ _OF_COLLATE, k1)
             nest = self._collated(items, out.index[rows][counts], collate_key)
-        return fields | pack(nest, cloudpickle.dumps)
+        return fields | self._packer.pack(nest)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:

@@ -262,6 +262,8 @@ class RayStreams:
         are_others = stream.memory.are_others()
         if stream.head:
             num_first = stream.head.fix(are_others)
+            if stream.head.measured:
+                stream.supervisor.block_measured.remote(*stream.head.measured)
             if self._world_size > 1:
                 _share(stream, _NUM_FIRST, num_first)
         stream.check()

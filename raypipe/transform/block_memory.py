@@ -15,8 +15,11 @@ import numpy as np
 # Bytes. Below, malloc reuses memory.
 _LEAST_REUSED = 1 << 20
 _ALIGNED = 8  # the widest numbers
-# One that is being filled, one that is being shipped, and one of a part of a block.
-_spare: deque[mmap.mmap] = deque(maxlen=3)
+# Of large memory: one that is being filled, one that is being shipped, and one of a part of a block. Of smaller,
+# as much as the micro-batches of a block of items have, each its own.
+_LEAST_SPARE = 3
+_MAX_SPARE_BYTES = 128 << 20
+_spare: deque[mmap.mmap] = deque()
 
 
 def reused_memory(num_bytes: int) -> np.ndarray:
@@ -31,8 +34,18 @@ def reused_memory(num_bytes: int) -> np.ndarray:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Views refer to the array that owns the memory: this one, since a mapping is not an array.
     array = np.frombuffer(memory, np.uint8)
-    weakref.finalize(array, _spare.append, memory).atexit = False
+    weakref.finalize(array, _spare_again, memory).atexit = False
     return array
+
+
+def _spare_again(memory: mmap.mmap) -> None:
+    _spare.append(memory)
+    with contextlib.suppress(IndexError):  # another thread has taken it
+        while (
+            len(_spare) > _LEAST_SPARE
+            and sum(map(len, list(_spare))) > _MAX_SPARE_BYTES
+        ):
+            _spare.popleft()
 
 
 def _spare_of(num_bytes: int) -> mmap.mmap | None:

@@ -11,8 +11,9 @@ No tensor or array is pickled, and their dtypes and shapes may differ from micro
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,31 +32,93 @@ FORM = f"{NEST}.form"
 CLASSES = f"{NEST}.classes"
 
 _OBJECTS = b"objects"
+_NOTHING = np.empty(0, np.uint8)
 # views of a buffer may have any dtype
 _ALIGNMENT = 64
 _KINDS = "biufcmMSU"
+# Bytes of a stack for which threads pay, or cost.
+_LARGE = 1 << 20
+
+
+class Packer:
+    """Packs nests, one after the other, as fields of micro-batches.
+
+    Args:
+        dump: pickles the classes that a script defines.
+    """
+
+    def __init__(self, dump: Callable[[Any], bytes] = lambda classes: b"") -> None:
+        self._dump = dump
+        # start and bytes of each tensor of the last nest
+        self._places = list[tuple[int, int]]()
+        # those that the next nest has not filled yet, in its memory
+        self._free = list[tuple[int, int]]()
+        self._memory = _NOTHING
+
+    def collate(self, items: list[Any]) -> Any:
+        """Join items as torch's default_collate does, and stack tensors where `pack`, called next, wants them.
+
+        Most micro-batches of a stream have tensors of the same sizes, which are then written once.
+        """
+        from torch import Tensor  # this imports torch
+        from torch.utils.data._utils import collate as of_torch
+
+        kinds = of_torch.default_collate_fn_map
+        if kinds[Tensor] is of_torch.collate_tensor_fn:
+            kinds = {**kinds, Tensor: self._stacked}
+        self._free = self._places
+        ends = [_aligned(start + num_bytes) for start, num_bytes in self._places]
+        self._memory = reused_memory(max(ends, default=0))
+        return of_torch.collate(items, collate_fn_map=kinds)
+
+    def pack(self, nest: Any) -> dict[str, np.ndarray | Ragged]:
+        """Return a nest as fields of a micro-batch."""
+        try:
+            form, values = _pickled(nest, keeps_memo=False)
+        except (ValueError, RecursionError):  # it refers to itself
+            form, values = _pickled(nest, keeps_memo=True)
+        objects = _OBJECTS if values.has_objects else b""
+        classes = self._dump(values.classes) if values.classes else b""
+        parts = [form, _joined(values.arrays).tobytes(), objects]
+        tensors = _joined(values.tensors, self._memory)
+        self._memory = _NOTHING
+        self._places = _places_of(values.tensors)
+        return {
+            TENSORS: tensors,
+            FORM: Ragged.of("bytes", parts, Field("bytes")),
+            CLASSES: Ragged.of("bytes", [classes], Field("bytes")),
+        }
+
+    def _stacked(self, batch: Sequence[torch.Tensor], **kinds: Any) -> torch.Tensor:
+        """Stack tensors, large ones by NumPy: torch waits for threads of all CPUs, which Ray and actors have."""
+        import torch
+        from torch.utils.data._utils.collate import collate_tensor_fn
+
+        num_bytes = _bytes_of_stack(batch)
+        if num_bytes < 0:
+            return collate_tensor_fn(batch, **kinds)
+        place = next((free for free in self._free if free[1] == num_bytes), None)
+        if place is None:
+            memory = reused_memory(num_bytes)
+        else:
+            self._free = [free for free in self._free if free is not place]
+            memory = self._memory[place[0] :][:num_bytes]
+        first = batch[0]
+        stacked = torch.from_numpy(memory).view(first.dtype)
+        stacked = stacked.view(len(batch), *first.shape)
+        if num_bytes < _LARGE:
+            return torch.stack(list(batch), out=stacked)
+        rows = memory.reshape(len(batch), -1)
+        for row, values in zip(rows, batch, strict=True):
+            row[:] = values.reshape(-1).view(torch.uint8).numpy()
+        return stacked
 
 
 def pack(
     nest: Any, dump: Callable[[Any], bytes] = lambda classes: b""
 ) -> dict[str, np.ndarray | Ragged]:
-    """Return a nest as fields of a micro-batch.
-
-    Args:
-        dump: pickles the classes that a script defines.
-    """
-    try:
-        form, values = _pickled(nest, keeps_memo=False)
-    except (ValueError, RecursionError):  # it refers to itself
-        form, values = _pickled(nest, keeps_memo=True)
-    objects = _OBJECTS if values.has_objects else b""
-    classes = dump(values.classes) if values.classes else b""
-    parts = [form, _joined(values.arrays).tobytes(), objects]
-    return {
-        TENSORS: _joined(values.tensors),
-        FORM: Ragged.of("bytes", parts, Field("bytes")),
-        CLASSES: Ragged.of("bytes", [classes], Field("bytes")),
-    }
+    """Return one nest as fields of a micro-batch, see `Packer`."""
+    return Packer(dump).pack(nest)
 
 
 def unpack(fields: Mapping[str, Any]) -> Any:
@@ -198,10 +261,65 @@ def _append(parts: list[np.ndarray], values: np.ndarray) -> int:
     """Add values, and what fills the space behind them; return where they start."""
     start = sum(map(len, parts))
     parts.append(values)
-    parts.append(np.zeros(-len(values) % _ALIGNMENT, np.uint8))
+    parts.append(np.zeros(_aligned(len(values)) - len(values), np.uint8))
     return start
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    memory = reused_memory(sum(map(len, parts)))
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places_of(parts: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """Return start and bytes of the values among parts, without what fills the space behind them."""
+    places = []
+    start = 0
+    for values in parts[::2]:
+        places.append((start, len(values)))
+        start += _aligned(len(values))
+    return places
+
+
+def _joined(parts: list[np.ndarray], memory: np.ndarray = _NOTHING) -> np.ndarray:
+    """Join parts end to end: in this memory, if it is as long and all parts that lie in it are in their places."""
+    ends = list(itertools.accumulate(map(len, parts)))
+    num_bytes = ends[-1] if ends else 0
+    missing = dict[int, np.ndarray]()
+    if len(memory) == num_bytes:
+        first = _address(memory)
+        for part, end in zip(parts, ends, strict=True):
+            start = end - len(part)
+            offset = _address(part) - first
+            if not len(part) or offset == start:
+                continue
+            if 0 <= offset < num_bytes:
+                break
+            missing[start] = part
+        else:
+            for start, part in missing.items():
+                memory[start : start + len(part)] = part
+            return memory
+    memory = reused_memory(num_bytes)
     return np.concatenate([memory[:0], *parts], out=memory)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _bytes_of_stack(batch: Sequence[Any]) -> int:
+    """Return the bytes of tensors that are stacked; -1 = they are not all plain and alike, or are empty."""
+    torch = loaded_module("torch")
+    if any(type(values) is not torch.Tensor for values in batch):
+        return -1
+    first = batch[0]
+    is_unusual = first.is_nested or first.is_quantized or first.is_complex()
+    if is_unusual or first.layout != torch.strided or first.device.type != "cpu":
+        return -1
+    kind = _kind_of(first)
+    if any(values.requires_grad or _kind_of(values) != kind for values in batch):
+        return -1
+    return len(batch) * first.numel() * first.element_size() or -1
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.layout, tensor.device, tensor.shape

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
 from raypipe.errors import ConfigError
-from raypipe.transform.nest import difference, is_plain, pack, unpack
+from raypipe.transform.fields import Ragged
+from raypipe.transform.nest import TENSORS, Packer, difference, is_plain, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -85,6 +87,74 @@ def test_tensors_in_objects_are_not_pickled() -> None:
     assert isinstance(scene, Scene) and scene.boxes.sum() == 1_000_000
     fields: dict[str, Any] = pack(Scene(torch.ones(1000, 1000), "g"))
     assert len(fields["nest.form"].values) < 1000
+
+
+def image(number: int, side: int = 300) -> torch.Tensor:
+    return torch.full((3, side, side), number, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        lambda i: (image(i), i),
+        lambda i: {"label": i, "image": image(i)},
+        lambda i: {"image": image(i), "depth": np.float64(i), "name": str(i)},
+        lambda i: [image(i), image(i + 1), (image(i, side=4), 0.5)],
+        lambda i: image(i).permute(1, 2, 0),
+        lambda i: image(i, side=300 + i // 8),  # others in each micro-batch
+        lambda i: torch.full((400, 200), i / 3, dtype=torch.bfloat16),
+        lambda i: torch.full((9, 9), i, dtype=torch.complex64),
+        lambda i: torch.ones(500, 500).mul(i).requires_grad_(),
+        lambda i: np.full((200, 900), i, np.int64),
+        lambda i: (torch.zeros(0, 3), torch.tensor(i)),
+        lambda i: Point(torch.tensor(i), str(i)),
+    ],
+)
+def test_items_are_collated_as_by_torch_and_packed_as_before(item: Any) -> None:
+    packer = Packer()
+    for first in range(0, 32, 8):
+        items = [item(number) for number in range(first, first + 8)]
+        expected = default_collate(items)
+        nest = packer.collate(items)
+        assert difference(nest, expected) == ""
+        assert difference(through(expected), nest) == ""
+        found = packer.pack(nest)
+        for name, values in pack(expected).items():
+            one, other = found[name], values
+            if isinstance(one, Ragged) and isinstance(other, Ragged):
+                one, other = one.values, other.values
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_large_tensors_are_stacked_where_they_are_packed() -> None:
+    packer = Packer()
+    shared = []
+    for first in range(3):
+        nest = packer.collate([(number, image(first)) for number in range(8)])
+        packed = packer.pack(nest)[TENSORS]
+        shared.append(np.shares_memory(packed, nest[1].numpy()))
+    assert shared == [False, True, True]
+    # a validation's padding, say
+    packer.pack(None)
+    assert packer.collate([(3, image(7))] * 2)[1].unique().tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [torch.ones(2), torch.ones(3)],
+        [torch.ones(2), "a"],
+        [(1, 2), (1,)],
+        [torch.ones(2).to_sparse()] * 2,
+        [object()] * 2,
+    ],
+)
+def test_items_that_torch_cannot_join_have_torchs_error(items: list[Any]) -> None:
+    with pytest.raises(Exception) as expected:
+        default_collate(items)
+    with pytest.raises(expected.type) as found:
+        Packer().collate(items)
+    assert str(found.value) == str(expected.value)
 
 
 def test_a_nest_that_contains_itself_comes_back() -> None:

@@ -134,6 +134,25 @@ def test_rank_0_makes_what_covers_the_start_of_the_pool(
     assert 4 + len(list(batches)) == num == head._num_made
 
 
+def test_the_pool_starts_behind_the_first_micro_batch_and_knows_how_long_one_takes(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_start, "_FIRST_S", 600.0)
+    head = begun(stream(stores))
+    head.await_first()
+    assert head._num_made >= 1
+    batches = head.batches()
+    next(batches)
+    second = next(batches)
+    assert head.measured
+    split, seconds, num_bytes = head.measured
+    assert split == "train" and seconds > 0
+    assert num_bytes == sum(array.nbytes for array in second.arrays().values())
+    head.stop()
+    # nobody waits for a rank that leaves
+    begun(stream(stores, pool=PoolConfig(head_start=0))).await_first()
+
+
 def test_micro_batches_that_nobody_takes_are_bounded(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

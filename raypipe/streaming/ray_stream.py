@@ -13,11 +13,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
 from raypipe.background import in_background
+from raypipe.config import MAX_INT
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
@@ -46,6 +48,8 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 # The name of rank 0's message that says how many micro-batches each rank makes itself.
 _NUM_FIRST = "first"
+# Micro-batches of a rank, of its first, among which is looked for one that has ended a process.
+_MAX_MARKED = 10_000
 
 
 class _Opening(NamedTuple):
@@ -53,13 +57,13 @@ class _Opening(NamedTuple):
 
     Attributes:
         supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
-        has_head_start: whether the ranks make the first micro-batches themselves.
+        head_start: the most micro-batches that each rank makes itself, of the first ones; 0 = none.
     """
 
     fingerprint: str
     place: MicroBatchId
     supervisor: Any
-    has_head_start: bool
+    head_start: int
 
 
 class RayStreams:
@@ -135,7 +139,7 @@ class RayStreams:
         self._has_started = True
         head = None
         # A sample that ends its process would end each one if it left no mark.
-        if opening.has_head_start and (self._marks.set() or self._world_size > 1):
+        if opening.head_start and (self._marks.set(place) or self._world_size > 1):
             head = HeadStart(
                 self._spec,
                 place,
@@ -144,6 +148,7 @@ class RayStreams:
                 threads_of_rank(self._in_train or self._siblings > 1),
                 self._marks,
                 self._apart,
+                opening.head_start,
             )
         stream = PooledStream(
             self._spec,
@@ -177,20 +182,11 @@ class RayStreams:
             ConfigError, RaypipeError: the ranks want different streams, or not at the same time.
         """
         fingerprint = self._spec.plan.fingerprint
-        has_head_start = self._may_head_start
-        if self._rank == 0 and has_head_start:
-            has_head_start = place_is_at_hand(self._spec, place)
-        if self._rank == 0:
-            if has_head_start:  # Without one, the call that starts the pool does this.
-                check_pickles(self._spec)
-            if not self._has_started and self._marks.found():
-                _logger.warning(
-                    "a process has ended in its head start, so the pool makes the first micro-batches now "
-                    "(pool.head_start)"
-                )
-                self._may_head_start = has_head_start = False
         place = replace(place, micro=0)
-        opening = _Opening(fingerprint, place, None, has_head_start)
+        head_start = MAX_INT if self._may_head_start else 0
+        if self._rank == 0 and self._may_head_start:
+            head_start = self._head_start_at(place)
+        opening = _Opening(fingerprint, place, None, head_start)
         if self._world_size == 1 or not self._in_train:
             return opening
         if self._rank == 0:
@@ -209,6 +205,27 @@ class RayStreams:
                 "all ranks iterate the same passes of the same epochs"
             )
         return opening
+
+    def _head_start_at(self, place: MicroBatchId) -> int:
+        """Return the most micro-batches that each rank may make itself from a place on."""
+        if not place_is_at_hand(self._spec, place):
+            return 0
+        # without a head start, the call that starts the pool does this
+        check_pickles(self._spec)
+        ended = set[str]() if self._has_started else self._marks.found()
+        if not ended:
+            return MAX_INT
+        num_ranks = max(self._world_size, self._spec.share[1])
+        upcoming = self._spec.plan.micro_batches(place)
+        for number, position in enumerate(islice(upcoming, _MAX_MARKED * num_ranks)):
+            if str(position) in ended:
+                _logger.warning(
+                    "a process has ended in its head start, at %s: from there on the pool makes the micro-batches "
+                    "now (pool.head_start)",
+                    position,
+                )
+                return number // num_ranks
+        return MAX_INT
 
     def _iterators(
         self, place: MicroBatchId, stream: PooledStream

@@ -464,7 +464,7 @@ def test_ranks_of_other_plans_or_places_are_refused(
             if place is None:
                 never.wait()
             assert place
-            return _Opening(plan, place, None, has_head_start=True)
+            return _Opening(plan, place, None, head_start=9)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         limit_s = PATIENCE_S if place else 0.2
@@ -473,8 +473,8 @@ def test_ranks_of_other_plans_or_places_are_refused(
         streams._has_started = again
         return streams._agree(dataclasses.replace(first, micro=1))
 
-    assert hand_over(spec.plan.fingerprint).has_head_start
-    assert hand_over(spec.plan.fingerprint, again=True).has_head_start
+    assert hand_over(spec.plan.fingerprint).head_start == 9
+    assert hand_over(spec.plan.fingerprint, again=True).head_start == 9
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",

@@ -1,8 +1,8 @@
 """Marks of ranks that make their first micro-batches themselves: what kills such a process shall kill only one.
 
 A sample may end the process that decodes it. An actor is replaced, and in the end leaves out the sample; a rank
-would meet it again at each restart. So a rank leaves a mark before it begins, and removes it after its last
-micro-batch. If a process is gone and its mark is not, the pool makes everything.
+would meet it again at each restart. So a rank leaves a mark that names the micro-batch in work, and removes it
+after its last one. If a process is gone and its mark is not, ranks stop before that micro-batch, for the pool.
 
 In a train function the cluster keeps the marks, for as long as the run, since the next trainers may be on other
 machines. Elsewhere a mark is a file in the cache folder, which its process locks while it lives.
@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import uuid
 from pathlib import Path
 
 from raypipe.errors import StoreError
-from raypipe.rayext.kv_store import publish, published_keys, withdraw
+from raypipe.plan.places import MicroBatchId
+from raypipe.rayext.kv_store import publish, published, published_keys, withdraw
 from raypipe.storage.local_file import claimed, make_cache_folder, open_lock, try_lock
 
 _FOLDER = "head-starts"
@@ -33,7 +35,8 @@ class Marks:
 
     def __init__(self, fingerprint: str, rank: int, run: str | None) -> None:
         self._fingerprint = fingerprint
-        self._rank = rank
+        # the mark of a process that has ended stays
+        self._name = f"{rank} {uuid.uuid4().hex}"
         self._run = run
         self._path: Path | None = None
         self._file = -1
@@ -43,32 +46,37 @@ class Marks:
     def _prefix(self) -> str:
         return f"head start {self._run} {self._fingerprint} "
 
-    def found(self) -> bool:
-        """Return whether a process of this plan has ended in its head start; remove their files."""
+    def found(self) -> set[str]:
+        """Return the places at which processes of this plan have ended in a head start; remove their files."""
         if self._run is not None:
-            return bool(published_keys(self._prefix))
+            return {str(published(key)) for key in published_keys(self._prefix)}
         try:
             marks = make_cache_folder(_FOLDER).glob(f"{self._fingerprint}-*")
-            return bool(list(filter(_is_left, marks)))
+            return {place for place in map(_left_at, marks) if place is not None}
         except OSError:
-            return False
+            return set()
 
-    def set(self) -> bool:
-        """Leave this process's mark; returns whether it could."""
+    def set(self, place: MicroBatchId) -> bool:
+        """Let this process's mark name a place; returns whether it could."""
         if self._run is not None:
-            return publish(f"{self._prefix}{self._rank}", "")
-        try:
-            path = make_cache_folder(_FOLDER) / f"{self._fingerprint}-{os.getpid()}"
-            self._file = open_lock(path)
-            self._path = path
-            return try_lock(self._file)
-        except (OSError, StoreError):
-            return False
+            return publish(f"{self._prefix}{self._name}", str(place))
+        with self._using:
+            try:
+                if self._path is None:
+                    folder = make_cache_folder(_FOLDER)
+                    path = folder / f"{self._fingerprint}-{os.getpid()}"
+                    self._file = open_lock(path)
+                    self._path = path
+                # the names of all places are equally long, but for runs without end
+                os.pwrite(self._file, f"{place}\n".encode(), 0)
+                return try_lock(self._file)
+            except (OSError, StoreError):
+                return False
 
     def remove(self) -> None:
         """Remove this process's mark."""
         if self._run is not None:
-            withdraw(f"{self._prefix}{self._rank}")
+            withdraw(f"{self._prefix}{self._name}")
         with self._using:
             if self._path:
                 with contextlib.suppress(OSError):
@@ -77,7 +85,11 @@ class Marks:
                 self._path = None
 
 
-def _is_left(path: Path) -> bool:
-    """Return whether the process of a mark is gone; then the mark is removed."""
+def _left_at(path: Path) -> str | None:
+    """Return the place of a mark whose process is gone, and remove it; None = the process lives."""
     with claimed(path) as is_free:
-        return is_free
+        if not is_free:
+            return None
+        with contextlib.suppress(OSError):
+            return path.read_text().partition("\n")[0]
+    return ""

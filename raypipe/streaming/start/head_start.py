@@ -1,8 +1,8 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
 A micro-batch has the same bits in every process. So a thread of the rank makes the first n, as the inline engine
-does, and the pool begins behind them. A Dataset may draw from the generators of the process, so its items are made
-only while the loop waits; a transform that draws from them is left to the pool:
+does, and the pool begins behind them. Code that may draw from the generators of the process runs only while the
+loop waits, or, where another thread takes the micro-batches, not at all:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, takewhile
 
+from raypipe.config import MAX_INT
 from raypipe.cpus import num_cpus
 from raypipe.errors import RaypipeError
 from raypipe.metrics.prometheus import Recorder
@@ -32,7 +33,6 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
-from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.spec import StreamSpec
@@ -70,6 +70,7 @@ class HeadStart:
         num_threads: threads with which it makes one.
         marks: those of the process.
         is_apart: whether another thread than the loop's takes the micro-batches.
+        most: how many it may make at all.
 
     Attributes:
         is_lost: whether it could not make one of them.
@@ -86,6 +87,7 @@ class HeadStart:
         num_threads: int = 1,
         marks: Marks | None = None,
         is_apart: bool = False,
+        most: int = MAX_INT,
     ) -> None:
         if world_size == 1:
             rank, world_size = spec.share
@@ -97,7 +99,7 @@ class HeadStart:
         stores = spec.stores.values()
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._total = spec.plan.num_micro_batches(start) // world_size
-        self._most = self._total
+        self._most = min(self._total, most)
         if spec.pool.head_start >= 0:
             self._most = min(self._most, spec.pool.head_start)
         self._marks = marks
@@ -275,7 +277,7 @@ class HeadStart:
         maker = MicroBatchMaker(spec)
         with self._changed:
             self._draws_globally = maker.draws_globally
-            if self._draws_globally and not self._may_draw():
+            if self._draws_globally and self._is_apart:
                 # its draws would mix with those of the loop
                 self._most = 0
             self._is_ready = True
@@ -284,6 +286,8 @@ class HeadStart:
         for place in self._share():
             if not self._may_begin(place):
                 return
+            if self._marks:
+                self._marks.set(place)
             begun_s = time.thread_time()
             with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
@@ -306,11 +310,6 @@ class HeadStart:
             del batch
             if self._num_begun == 1:
                 _make_way()
-
-    def _may_draw(self) -> bool:
-        """Return whether it makes micro-batches, while the loop waits: a Dataset's, if the loop takes them."""
-        is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
-        return is_dataset and not self._is_apart
 
     def _may_begin(self, place: MicroBatchId) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""

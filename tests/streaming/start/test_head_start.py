@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from ray import cloudpickle
 from tars import put, write_tar
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import MAX_INT, PlanConfig, PoolConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.rank_stream import HeadStartLostError
+from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start import head_start
 from raypipe.streaming.start.head_marks import Marks
@@ -197,16 +198,19 @@ def drawing(image: np.ndarray) -> np.ndarray:
     return image[: np.random.randint(9, 10), :9].copy()
 
 
-def test_a_transform_that_draws_from_the_process_is_left_to_actors(
-    stores: dict[str, Path],
+def of_items(stores: dict[str, Path]) -> StreamSpec:
+    return raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
+
+
+def of_drawing(stores: dict[str, Path]) -> StreamSpec:
+    return stream(stores, train_transform=drawing, val_transform=None)
+
+
+@pytest.mark.parametrize("spec_of", [of_items, of_drawing])
+def test_code_that_may_draw_from_the_process_runs_while_the_loop_waits(
+    stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
 ) -> None:
-    spec = stream(stores, train_transform=drawing, val_transform=None)
-    head = begun(spec)
-    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
-
-
-def test_items_of_a_dataset_are_made_while_the_loop_waits() -> None:
-    spec = raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
+    spec = spec_of(stores)
     head = begun(spec)
     until(lambda: head._is_ready)
     head.let(3)
@@ -221,9 +225,11 @@ def test_items_of_a_dataset_are_made_while_the_loop_waits() -> None:
     assert number == 2 and not head.is_lost
 
 
-def test_items_of_a_dataset_are_never_made_beside_a_ring() -> None:
-    spec = raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
-    head = begun(spec, is_apart=True)
+@pytest.mark.parametrize("spec_of", [of_items, of_drawing])
+def test_code_that_may_draw_from_the_process_never_runs_beside_a_ring(
+    stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
+) -> None:
+    head = begun(spec_of(stores), is_apart=True)
     assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
 
 
@@ -247,13 +253,38 @@ def test_a_micro_batch_over_its_time_is_given_up(stores: dict[str, Path]) -> Non
     never.set()
 
 
-def test_a_mark_of_a_process_that_is_gone_is_found(tmp_path: Path) -> None:
-    marks = Marks("ab12", 0, None)
-    assert marks.set() and not marks.found()
+def die_at(fingerprint: str, place: MicroBatchId) -> None:
+    """Let a process end in its head start."""
     dies = f"import os; from {Marks.__module__} import Marks; "
-    dies += "Marks('ab12', 0, None).set(); os._exit(1)"
+    dies += f"Marks('{fingerprint}', 0, None).set('{place}'); os._exit(1)"
     subprocess.run([sys.executable, "-c", dies], check=False)
+
+
+def test_a_mark_of_a_process_that_is_gone_is_found(tmp_path: Path) -> None:
+    first, second = (MicroBatchId("train", 0, step, 0) for step in (0, 17))
+    marks = Marks("ab12", 0, None)
+    assert marks.set(first) and marks.set(second) and not marks.found()
+    die_at("ab12", second)
     assert not Marks("cd34", 0, None).found()
-    assert marks.found() and not marks.found(), "it holds for one start"
+    assert marks.found() == {str(second)}
+    assert not marks.found(), "it holds for one start"
     marks.remove()
     assert list((tmp_path / "cache" / "head-starts").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first", "expected"), [(1, 0, 7), (2, 0, 3), (1, 8, MAX_INT)]
+)
+def test_ranks_stop_before_what_was_in_work_when_a_process_ended(
+    stores: dict[str, Path], world_size: int, first: int, expected: int
+) -> None:
+    spec = stream(stores)
+    places = list(islice(spec.plan.micro_batches(place_of(spec)), 9))
+    streams = RayStreams(spec, 0, world_size, False, None, apart=False)
+    die_at(spec.plan.fingerprint, places[7])
+    assert streams._head_start_at(places[first]) == expected
+    assert streams._head_start_at(places[first]) == MAX_INT
+    head = HeadStart(spec, places[0], 0, world_size, most=3)
+    head.start()
+    assert head.fix() == 3
+    assert len(list(head.batches())) == 3

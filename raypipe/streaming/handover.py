@@ -351,7 +351,9 @@ def _folder_of_train() -> RunFolder | None:
     return storage.storage_filesystem, storage.experiment_fs_path
 
 
-def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
+def check_resources(
+    spec: StreamSpec, scaling_config: ScalingConfig, *, world_size: int | None = None
+) -> None:
     """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
     Starts or connects to Ray as `fit` does, unless this process is connected. Ends a stream that this process has
@@ -359,8 +361,14 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     configuration then runs on numbers of workers that divide M, and waits no longer for room than
     `pool.stall_timeout_s`.
 
+    Args:
+        spec: the stream.
+        scaling_config: the trainer's.
+        world_size: W, where a mesh, or the loaders' own `world_size`, makes fewer shares than there are workers;
+            None = each worker has one.
+
     Raises:
-        ConfigError: the number of workers does not divide M.
+        ConfigError: W does not divide M, or the number of workers, or the trainer is elastic and W is given.
         ResourceError: the cluster lacks resources for the workers and the smallest pool, and cannot scale to
             them.
     """
@@ -371,13 +379,22 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     # an attribute of Ray Train's version 2 that its type lacks
     config: Any = scaling_config
     workers = config.num_workers
-    if not isinstance(workers, int):  # elastic
+    is_elastic = not isinstance(workers, int)
+    if world_size is not None and (
+        is_elastic or world_size < 1 or workers % world_size
+    ):
+        raise ConfigError(
+            f"check_resources: world_size={world_size} shares of the data do not go evenly to "
+            f"num_workers={workers}: give a number of workers that it divides, or leave it out, and each worker "
+            "has a share"
+        )
+    if is_elastic:
         numbers = range(max(1, min(workers)), max(workers) + 1)
         per_step = spec.plan.config.per_step
         workers = next((n for n in numbers if per_step % n == 0), max(workers))
         use_divisors(config, spec.pool.stall_timeout_s, per_step)
     # 0 = the train function runs in this process
-    spec.plan.check_workers(workers or 1)
+    spec.plan.check_workers(world_size or workers or 1)
     if not ray.is_initialized():
         ray.init()
     take_worker_logs()

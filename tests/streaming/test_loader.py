@@ -344,6 +344,36 @@ def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
 
 
 @pytest.mark.parametrize(
+    ("workers", "world_size", "message"),
+    [
+        (8, None, "8"),
+        (8, 3, "world_size=3 shares of the data do not go evenly to num_workers=8"),
+        ((4, 8), 4, "world_size=4 .* num_workers=\\(4, 8\\)"),
+        (8, 4, ""),
+    ],
+)
+def test_workers_of_a_mesh_need_not_divide_the_micro_batches_of_a_step(
+    stores: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: Any,
+    world_size: int | None,
+    message: str,
+) -> None:
+    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
+    spec = open_stream(stores["train"], plan=plan)
+    many = Resources(cpus=64.0, gpus=0.0, free_cpus=64.0, free_gpus=0.0)
+    for module in ("rayext.allocation", "streaming.start.room"):
+        monkeypatch.setattr(f"raypipe.{module}.cluster_resources", lambda: many)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    config = ScalingConfig(num_workers=workers)
+    if not message:
+        check_resources(spec, config, world_size=world_size)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_resources(spec, config, world_size=world_size)
+
+
+@pytest.mark.parametrize(
     ("argument", "message"),
     [
         (

@@ -85,6 +85,11 @@ class SampleMakers:
         return size_in(self._spec.transform, position.split, position.epoch, bucket)
 
     @property
+    def has_user_code(self) -> bool:
+        """True if a transform runs code of the user's."""
+        return any(sample_maker.has_user_code for sample_maker in self._makers.values())
+
+    @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
         return any(

@@ -54,6 +54,9 @@ NUM_SAMPLES = 320
 # Kinds with images of 96 pixels a side. Smaller blocks, below 100 KB, outlive their node: Ray keeps them in the
 # memory of the process that asked for them.
 LARGE = ("frozen node", "node")
+# Kinds whose ranks make micro-batches themselves while a pool starts, as they do for all transforms but functions
+# without `rng`. Elsewhere they would make the whole stream, and there would be no actor to kill.
+BRIDGED = ("trainer", "frozen trainer")
 # the same samples: actors read the one, a reader the other
 STORES = (
     "lmdb",
@@ -110,6 +113,10 @@ def enlarged(image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cv2.resize(image, (96, 96)))
 
 
+def crop_with_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return crop(image)
+
+
 def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, str]:
     """The same samples in stores of some of `STORES`."""
     rng = np.random.default_rng(0)
@@ -133,12 +140,15 @@ def spec_of(
 ) -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
+    transform = enlarged if kind in LARGE else crop
+    if kind in BRIDGED:
+        transform = crop_with_rng
     return open_stream(
         store,
         store,
         plan=plan,
-        train_transform=enlarged if kind in LARGE else crop,
-        val_transform=enlarged if kind in LARGE else crop,
+        train_transform=transform,
+        val_transform=transform,
         pool=PoolConfig(
             min_actors=min_actors,
             max_actors=max_actors,

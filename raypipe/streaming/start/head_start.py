@@ -1,8 +1,9 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
 A micro-batch has the same bits in every process. So a thread of the rank makes the first n, as the inline engine
-does, and the pool begins behind them. Code that may draw from the generators of the process runs only while the
-loop waits, or, where another thread takes the micro-batches, not at all:
+does, and the pool begins behind them. A library's steps that draw from the generators of the process, and items
+of a Dataset, are made only while the loop waits, or, where another thread takes the micro-batches, not at all. A
+user's function that may draw from them is left to the pool, which can replace a process that it ends:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
@@ -33,6 +34,7 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
+from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.spec import StreamSpec
@@ -277,8 +279,7 @@ class HeadStart:
         maker = MicroBatchMaker(spec)
         with self._changed:
             self._draws_globally = maker.draws_globally
-            if self._draws_globally and self._is_apart:
-                # its draws would mix with those of the loop
+            if self._draws_globally and not self._may_draw(maker):
                 self._most = 0
             self._is_ready = True
             self._changed.notify_all()
@@ -310,6 +311,12 @@ class HeadStart:
             del batch
             if self._num_begun == 1:
                 _make_way()
+
+    def _may_draw(self, maker: MicroBatchMaker) -> bool:
+        """Return whether it makes micro-batches, while the loop waits: its draws must not mix with the loop's."""
+        is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
+        is_known = is_dataset or not maker.sample_makers.has_user_code
+        return is_known and not self._is_apart
 
     def _may_begin(self, place: MicroBatchId) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""

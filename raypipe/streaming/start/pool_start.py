@@ -192,9 +192,9 @@ class PooledStream(Iterator[MicroBatch]):
             while not _starting.acquire(timeout=_LOOK_S):
                 self.check()
             try:
-                assert self.head
-                self.head.await_first()
-                self.check()
+                if self.head:
+                    self.head.await_first()
+                    self.check()
                 self._start()
                 if self._iterators and not coordinator_of(self._iterators[self._rank]):
                     # such an execution begins at its first row

@@ -19,6 +19,7 @@ from patience import until
 from pictures import picture
 from ray import cloudpickle
 from tars import put, write_tar
+from torchvision.transforms import v2
 
 import raypipe
 from raypipe.config import MAX_INT, PlanConfig, PoolConfig, TransformConfig
@@ -135,7 +136,7 @@ def test_rank_0_makes_what_covers_the_start_of_the_pool(
     assert 4 + len(list(batches)) == num == head._num_made
 
 
-def test_the_pool_starts_behind_the_first_micro_batch_and_knows_how_long_one_takes(
+def test_the_pool_starts_behind_the_first_and_knows_how_long_one_takes(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_start, "_FIRST_S", 600.0)
@@ -202,12 +203,21 @@ def of_items(stores: dict[str, Path]) -> StreamSpec:
     return raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
 
 
-def of_drawing(stores: dict[str, Path]) -> StreamSpec:
-    return stream(stores, train_transform=drawing, val_transform=None)
+def of_torchvision(stores: dict[str, Path]) -> StreamSpec:
+    steps = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip()])
+    return stream(stores, train_transform=steps, val_transform=None)
 
 
-@pytest.mark.parametrize("spec_of", [of_items, of_drawing])
-def test_code_that_may_draw_from_the_process_runs_while_the_loop_waits(
+def test_a_function_that_may_draw_from_the_process_is_left_to_actors(
+    stores: dict[str, Path],
+) -> None:
+    spec = stream(stores, train_transform=drawing, val_transform=None)
+    head = begun(spec)
+    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
+
+
+@pytest.mark.parametrize("spec_of", [of_items, of_torchvision])
+def test_what_draws_from_the_process_is_made_while_the_loop_waits(
     stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
 ) -> None:
     spec = spec_of(stores)
@@ -225,8 +235,8 @@ def test_code_that_may_draw_from_the_process_runs_while_the_loop_waits(
     assert number == 2 and not head.is_lost
 
 
-@pytest.mark.parametrize("spec_of", [of_items, of_drawing])
-def test_code_that_may_draw_from_the_process_never_runs_beside_a_ring(
+@pytest.mark.parametrize("spec_of", [of_items, of_torchvision])
+def test_what_draws_from_the_process_is_never_made_beside_a_ring(
     stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
 ) -> None:
     head = begun(spec_of(stores), is_apart=True)

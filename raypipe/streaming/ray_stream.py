@@ -137,6 +137,9 @@ class RayStreams:
         """Start the stream at the step of a place, on all ranks."""
         opening = self._agree(place)
         self._has_started = True
+        if opening.supervisor is not None and is_ray_worker():
+            # before anything else: a rank that freezes from here on is found
+            self._join(opening.supervisor)
         head = None
         # A sample that ends its process would end each one if it left no mark.
         if opening.head_start and (self._marks.set(place) or self._world_size > 1):
@@ -246,7 +249,7 @@ class RayStreams:
                 num_first = _shared(stream, _NUM_FIRST)
                 stream.head.let(num_first)
             iterators, self._max_actors = _shared(stream, POOL)
-        if self._in_train and is_ray_worker():
+        if self._in_train and self._world_size == 1 and is_ray_worker():
             self._join(stream.supervisor)
         stream.check()
         self.on_start()

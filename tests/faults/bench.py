@@ -337,7 +337,8 @@ def train(
             ),
             run_config=ray.train.RunConfig(
                 storage_path=name,
-                name="run",
+                # a cluster keeps what it knows of a run by its name
+                name=folder.name,
                 failure_config=ray.train.FailureConfig(
                     max_failures=trainers.max_failures
                 ),

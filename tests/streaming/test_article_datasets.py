@@ -13,22 +13,29 @@ from article_datasets import EPOCHS, GLOBAL_BATCH
 from pictures import samples
 
 NUM = 24
+PLAIN = [sys.executable]
+TORCHRUN = [*PLAIN, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+# --multi_gpu is its word for several processes
+ACCELERATE = [*PLAIN, "-m", "accelerate.commands.launch", "--multi_gpu"]
+ACCELERATE += ["--num_processes=2", "--num_machines=1", "--main_process_port=0"]
+ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no"]
 
 
 def trained(
-    folder: Path, out: Path, kind: str, workers: int, num: int = 1, dies_at: int = 0
+    folder: Path,
+    out: Path,
+    kind: str,
+    workers: int,
+    launcher: list[str] = PLAIN,
+    dies_at: int = 0,
 ) -> list[list[str]]:
     """The samples that each of the processes has got, killed or not; it forgets them."""
     program = [article_datasets.__file__, kind, str(folder), str(out), str(workers)]
-    launcher = [sys.executable]
-    if num > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone"]
-        launcher += [f"--nproc-per-node={num}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("RAY_ADDRESS", None)
     code = subprocess.call([*launcher, *program, str(dies_at)], env=environment)
     assert bool(code) == bool(dies_at)
-    files = [out / f"seen-{rank}" for rank in range(num)]
+    files = [out / f"seen-{rank}" for rank in range(1 if launcher is PLAIN else 2)]
     lines = [file.read_text().splitlines() for file in files]
     for file in files:
         file.unlink()
@@ -58,10 +65,10 @@ def test_an_articles_dataset_has_one_digest_through_kills(
         path.write_bytes(sample["image"])  # type: ignore[arg-type]
     (whole,) = trained(folder, tmp_path, kind, workers)
     assert len(whole) == NUM * EPOCHS and len(set(whole)) == NUM * EPOCHS
-    for num_before, num_after in ((2, 1), (1, 2)):
+    for killed, resumed in ((TORCHRUN, PLAIN), (PLAIN, ACCELERATE)):
         (tmp_path / "state").unlink()
-        before = trained(folder, tmp_path, kind, workers, num_before, dies_at=4)
-        after = trained(folder, tmp_path, kind, workers, num_after)
+        before = trained(folder, tmp_path, kind, workers, killed, dies_at=4)
+        after = trained(folder, tmp_path, kind, workers, resumed)
         seen = [
             together(half) if len(half) == 2 else half[0] for half in (before, after)
         ]

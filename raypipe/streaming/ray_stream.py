@@ -100,6 +100,8 @@ class RayStreams:
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
         self._may_head_start = spec.pool.head_start != 0
+        # places at which processes have ended in their head starts
+        self._ended = set[str]()
         self._now: PooledStream | None = None
         self.on_start: Callable[[], None] = lambda: None
         remember_group()
@@ -215,13 +217,14 @@ class RayStreams:
             return 0
         # without a head start, the call that starts the pool does this
         check_pickles(self._spec)
-        ended = set[str]() if self._has_started else self._marks.found()
-        if not ended:
+        if not self._has_started:
+            self._ended = self._marks.found()
+        if not self._ended:
             return MAX_INT
         num_ranks = max(self._world_size, self._spec.share[1])
         upcoming = self._spec.plan.micro_batches(place)
         for number, position in enumerate(islice(upcoming, _MAX_MARKED * num_ranks)):
-            if str(position) in ended:
+            if str(position) in self._ended:
                 _logger.warning(
                     "a process has ended in its head start, at %s: from there on the pool makes the micro-batches "
                     "now (pool.head_start)",

@@ -82,7 +82,7 @@ class Packer:
         parts = [form, _joined(values.arrays).tobytes(), objects]
         tensors = _joined(values.tensors, self._memory)
         self._memory = _NOTHING
-        self._places = _places_of(values.tensors)
+        self._places = values.places
         return {
             TENSORS: tensors,
             FORM: Ragged.of("bytes", parts, Field("bytes")),
@@ -152,6 +152,7 @@ class _Values:
 
     Attributes:
         tensors, arrays: the values of each, uint8 (n,).
+        places: start and bytes of each tensor.
         classes: those that no module has by their names.
         has_objects: whether there are values other than Python's own.
     """
@@ -159,6 +160,7 @@ class _Values:
     def __init__(self) -> None:
         self.classes = list[type]()
         self.tensors = list[np.ndarray]()
+        self.places = list[tuple[int, int]]()
         self.arrays = list[np.ndarray]()
         self.has_objects = False
         self._torch = loaded_module("torch")
@@ -190,6 +192,7 @@ class _Values:
         # numpy lacks some of torch's types
         as_bytes = values.reshape(-1).view(torch.uint8).numpy()
         start = _append(self.tensors, as_bytes)
+        self.places.append((start, len(as_bytes)))
         return "tensor", start, dtype, tuple(values.shape), more
 
 
@@ -267,16 +270,6 @@ def _append(parts: list[np.ndarray], values: np.ndarray) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _places_of(parts: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """Return start and bytes of the values among parts, without what fills the space behind them."""
-    places = []
-    start = 0
-    for values in parts[::2]:
-        places.append((start, len(values)))
-        start += _aligned(len(values))
-    return places
 
 
 def _joined(parts: list[np.ndarray], memory: np.ndarray = _NOTHING) -> np.ndarray:

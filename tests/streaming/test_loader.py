@@ -346,7 +346,7 @@ def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
 @pytest.mark.parametrize(
     ("workers", "world_size", "message"),
     [
-        (8, None, "8"),
+        (8, None, "8 workers cannot share the 4 micro-batches of a step"),
         (8, 3, "world_size=3 shares of the data do not go evenly to num_workers=8"),
         ((4, 8), 4, "world_size=4 .* num_workers=\\(4, 8\\)"),
         (8, 4, ""),

@@ -52,7 +52,7 @@ class Marks:
             return {str(published(key)) for key in published_keys(self._prefix)}
         try:
             marks = make_cache_folder(_FOLDER).glob(f"{self._fingerprint}-*")
-            return {place for place in map(_left_at, marks) if place is not None}
+            return set(filter(None, map(_left_at, marks)))
         except OSError:
             return set()
 
@@ -85,11 +85,9 @@ class Marks:
                 self._path = None
 
 
-def _left_at(path: Path) -> str | None:
-    """Return the place of a mark whose process is gone, and remove it; None = the process lives."""
-    with claimed(path) as is_free:
-        if not is_free:
-            return None
-        with contextlib.suppress(OSError):
+def _left_at(path: Path) -> str:
+    """Return the place of a mark whose process is gone, and remove it; empty = it lives, or had begun none."""
+    with claimed(path) as is_free, contextlib.suppress(OSError):
+        if is_free:
             return path.read_text().partition("\n")[0]
     return ""

@@ -95,7 +95,6 @@ class HeadStart:
             rank, world_size = spec.share
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
-        self._num_threads = num_threads
         self.measured: tuple[str, float, int] | None = None
         self._share = functools.partial(spec.plan.share, start, rank, world_size)
         stores = spec.stores.values()
@@ -292,7 +291,7 @@ class HeadStart:
             begun_s = time.thread_time()
             with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
-            if self._num_begun > 1 and self._num_threads == 1:
+            if self._num_begun > 1 and self._spec.pool.cpus_per_actor == 1:
                 self.measured = (
                     place.split,
                     time.thread_time() - begun_s,

@@ -176,7 +176,7 @@ def _finish(
     row_keys = view.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
         try:
-            image = view.transform.finish(images[row], {}, row_keys[row]).images[IMAGE]
+            image = view.transform.finish(images[row], {}, row_keys[row])[IMAGE]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue

@@ -39,7 +39,7 @@ from raypipe.transform.fields import IMAGE, LABEL, Field, Ragged, Rows, images_i
 from raypipe.transform.keys import Key
 from raypipe.transform.pixels import pixels_of
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import SampleTransform, Transformed
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
@@ -220,13 +220,11 @@ class SampleMaker:
                 image.shape[:2] if isinstance(image, np.ndarray) else image[0],
             )
         with failing("the transform"):
-            transformed = self._transformed(image, _by_keyword(targets), key)
-        images = transformed.images
-        self._check(images)
-        fields = images
+            made = self._transformed(image, _by_keyword(targets), key)
+        fields = images_in(made)
+        self._check(fields)
         if targets:
-            shape = images[IMAGE].shape
-            fields = fields | self._finished(transformed.targets, targets, shape)
+            fields |= self._finished(made, targets, made[IMAGE].shape)
         return fields | other_fields
 
     def fast(
@@ -295,7 +293,7 @@ class SampleMaker:
 
     def _transformed(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> Transformed:
+    ) -> dict[str, Any]:
         """The images that are made of a sample's, and its targets."""
         if not self._has_views:
             return self._transforms[0].with_targets(image, targets, key)
@@ -305,12 +303,12 @@ class SampleMaker:
             crop_key = view.keys(np.array(key, np.uint64)).tolist()
             # A transform may write into what it is given, and all are given the same image.
             result = view.transform.with_targets(image.copy(), {}, crop_key)
-            if IMAGE not in result.images:
+            if IMAGE not in result:
                 raise ConfigError(
                     f"a transform of {view.field} made several images, and a view is one"
                 )
-            crops.append(result.images[IMAGE])
-        return Transformed(join_crops(self._views, crops), {})
+            crops.append(result[IMAGE])
+        return join_crops(self._views, crops)
 
     def _followers(
         self, samples: Columns, row: int, params: np.ndarray, size: Sides

@@ -190,13 +190,9 @@ def recall_of(
     contents = Contents(spec, recipes, stream)
     splits = _coming_back(spec, contents, least=2 if ends_with_run else 1)
     if not ends_with_run:
-        splits = frozenset(
-            split for split in splits if contents.of_split(split).is_public
-        )
+        splits = frozenset(split for split in splits if contents.is_public(split))
     # repeats without a random step
-    has_repeats = (
-        spec.plan.config.aug_repeats > 1 and contents.of_split("train").is_fixed
-    )
+    has_repeats = spec.plan.config.aug_repeats > 1 and contents.is_fixed("train")
     streams = streams_of(contents, folder, stream)
     if not (splits or has_repeats or streams):
         return None
@@ -241,7 +237,7 @@ def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[
         is_ordered
         and plan.config.epochs >= least
         and spec.transform.strength_at(0.0) == spec.transform.strength_at(1.0)
-        and contents.of_split("train").is_fixed
+        and contents.is_fixed("train")
     ):
         splits.add("train")
     return frozenset(splits)

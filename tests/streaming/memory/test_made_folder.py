@@ -101,34 +101,6 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
     assert same(folder.get(KEYS[0], PLACE, lasts=True), finished())
 
 
-def test_what_is_left_for_a_rank_outlives_what_is_forgotten(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    small = finished()
-    with_bad = finished(num_bad=1, side=512)
-    for key, made in zip(KEYS, [large(), small, with_bad], strict=False):
-        folder.put(key, made, lasts=True)
-    left = folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    assert left is not None and not left[0].fields
-    assert left[0].folder_bytes >= 2 * 512 * 512 * 3
-    assert np.array_equal(left[0].index, [4, -1])
-    for key, made in ((KEYS[1], small), (KEYS[2], with_bad)):
-        assert same(folder.get(key, PLACE, lasts=True, stream="s"), made)
-    folder.remove(KEYS[0])
-    assert folder.take("another", PLACE) is None
-    assert same(folder.take("s", PLACE), large())
-    assert folder.take("s", PLACE) is None and keys_in(folder) == KEYS[1:3]
-
-
-def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.put(KEYS[0], large(), lasts=True)
-    with (tmp_path / KEYS[0].hex()).open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"damage")
-    assert folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    assert folder.take("s", PLACE) is None
-
-
 def test_what_passes_by_goes_before_a_validation(tmp_path: Path) -> None:
     Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
     size = (tmp_path / KEYS[0].hex()).stat().st_size
@@ -176,9 +148,8 @@ def test_a_disk_that_fails_is_left_alone(
 def test_a_folder_that_is_removed_comes_back(tmp_path: Path) -> None:
     folder = Folder(private_folder(tmp_path, "made"))
     folder.put(KEYS[0], large(), lasts=True)
-    folder.get(KEYS[0], PLACE, lasts=True, stream="s")
     shutil.rmtree(folder.path)
-    assert not keys_in(folder) and folder.take("s", PLACE) is None
+    assert not keys_in(folder)
     with folder.claim(KEYS[0]) as is_free:
         assert is_free
         folder.put(KEYS[0], large(), lasts=True)
@@ -228,7 +199,6 @@ def test_each_setting_has_its_folder(
     for remember in ("memory", "disk", str(tmp_path / "shared")):
         folder = open_folder(PoolConfig(remember=remember))
         assert folder is not None and folder.path.stat().st_mode & 0o777 == 0o700
-        assert folder.identity == Folder(folder.path).identity != ""
         paths[remember] = folder.path
     assert paths["memory"].parent == tmp_path
     assert paths["disk"] == tmp_path / "cache" / "remembered"

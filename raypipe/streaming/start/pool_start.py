@@ -51,7 +51,7 @@ class PooledStream(Iterator[MicroBatch]):
     Attributes:
         supervisor: see above.
         on_end: functions to call at the end of the stream.
-        has_begun: whether the pool has an actor, or nothing to make.
+        has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
     """
 
     def __init__(

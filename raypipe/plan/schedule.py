@@ -3,13 +3,13 @@
 A run is one schedule of segments, each made of steps of M micro-batches of B samples:
 
     schedule   train 0              | val 0 | train 1 | val 1 | …
-    train e    step 0 | step 1 | …  S = N // (M·B) steps, N = samples of an epoch; fewer than M·B samples are left out, or, without
-               plan.drop_last, are one more step, with padding
+    train e    step 0 | step 1 | …  S = N // (M·B) steps, N = samples of an epoch; fewer than M·B samples are
+               left out, or, without plan.drop_last, are one more step, with padding
                without the steps of plan.skip; all others keep their numbers and draws
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere without what came before.
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere.
 `Plan.places_of` makes all draws of the run to find those of some samples.
 """
 

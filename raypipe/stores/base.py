@@ -152,8 +152,9 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
-"""Contents of an open `FileStore`: like a store, with `written` and `sample_name`, but callers have checked indices
-and columns. Without a column `name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without the method it has the indices."""
+"""Contents of an open `FileStore`: like a store, with `written` and `sample_name`, but callers have checked
+indices and columns. Without a column `name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without
+the method it has the indices."""
 _T = TypeVar("_T")
 
 

@@ -8,7 +8,7 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
                   and num_remembered int64 (1, k); read_s, work_s, outage_s float64 (1, k): seconds spent
                   on each micro-batch, reading, by the actor or a reader, in all by the actor, and waited for a
                   storage; where the rank takes some from a folder, in_folder bool (1, k); and each field of the
-                  others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
+                  others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives:
 
                       flat     (1, n), all end to end; NAME:shapes int64 (1, k, d) has their shapes
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray

@@ -65,9 +65,6 @@ def test_params_at_the_edges_that_the_kernel_takes_make_the_same_pixels(op: Op) 
 
 
 PAD = [1, 1, 1, 1, 0, 0, 0, 0]
-AFFINE = [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-DROPOUT = [0, 0, 0, 1, 0, 0, 4, 4]
-TABLES = [0, 0, 0, 0], [1, 0, 0, 0]
 # An operation with good params, and a place among them with bad ones.
 BAD: list[tuple[Op, list[int], int, list[int]]] = [
     (Op.CROP, [0, 0, 1, 1], 0, [-1, HEIGHT, MAX]),
@@ -79,26 +76,6 @@ BAD: list[tuple[Op, list[int], int, list[int]]] = [
     (Op.PAD, PAD, 4, [-1, 5]),
     (Op.PAD, PAD, 6, [-1, 256]),
     (Op.TURN, [0], 0, [-1, 8]),
-    (Op.AFFINE, AFFINE, 6, [2]),
-    (Op.AFFINE, AFFINE, 7, [5]),
-    (Op.AFFINE, AFFINE, 8, [-1]),
-    (Op.DROPOUT, DROPOUT, 1, [256]),
-    (Op.DROPOUT, DROPOUT, 3, [-1, 2, MAX]),
-    *[(Op.JITTER, JITTER, place, [-2, 4, MAX]) for place in range(4)],
-    *[(Op.JITTER, JITTER, place, [-1, (64 << 16) + 1]) for place in (4, 5, 6)],
-    (Op.JITTER, JITTER, 7, [-1, 6 << 16]),
-    # Of an operation that is not in the order, too.
-    (Op.JITTER, [-1, -1, -1, -1, 0, 0, 0, 0], 6, [MIN]),
-    *[(Op.TABLE, table, 0, [2, -1]) for table in TABLES],
-    (Op.TABLE, TABLES[0], 1, [257]),
-    (Op.TABLE, TABLES[1], 1, [256]),
-    *[(Op.TABLE, table, place, [256, -1]) for table in TABLES for place in (2, 3)],
-    (Op.BLUR, BLUR, 0, [-1, 0, 33, MAX]),
-    (Op.BLUR, BLUR, 1, [-1, 5]),
-    (Op.BLUR, BLUR, 2, [1 << 14]),
-    (Op.FILTER, FILTER, 0, [-1, 0, 2, 17, MAX]),
-    (Op.FILTER, FILTER, 1, [-1, 5]),
-    (Op.FILTER, FILTER, 5, [(1 << 14) + 1, -(1 << 14) - 1, MIN]),
 ]
 
 

@@ -274,20 +274,6 @@ def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none() -> Non
         assert allows("raypipe-head", "iam:PassRole", arn, **to_machines) == may
 
 
-def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(
-    aws: Any, folder: Path
-) -> None:
-    def networks() -> list[str]:
-        groups = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
-        rules = [rule for group in groups for rule in group["IpPermissions"]]
-        assert len(rules) == 2
-        return [network["CidrIp"] for rule in rules for network in rule["IpRanges"]]
-
-    assert networks() == ["203.0.113.7/32"]
-    account(folder, "198.51.100.0/24")
-    assert networks() == ["198.51.100.0/24"]
-
-
 def of_google(schemas: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """JSON Schema of a part of Google's API description; unknown fields are errors."""
     if "$ref" in schema:

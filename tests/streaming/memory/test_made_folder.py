@@ -100,24 +100,6 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
     assert same(folder.get(KEYS[0], PLACE, lasts=True), finished())
 
 
-def test_what_is_left_for_a_rank_outlives_what_is_forgotten(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    small = finished()
-    with_bad = finished(num_bad=1, side=512)
-    for key, made in zip(KEYS, [large(), small, with_bad], strict=False):
-        folder.put(key, made, lasts=True)
-    left = folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    assert left is not None and not left[0].fields
-    assert left[0].folder_bytes >= 2 * 512 * 512 * 3
-    assert np.array_equal(left[0].index, [4, -1])
-    for key, made in ((KEYS[1], small), (KEYS[2], with_bad)):
-        assert same(folder.get(key, PLACE, lasts=True, stream="s"), made)
-    folder.remove(KEYS[0])
-    assert folder.take("another", PLACE) is None
-    assert same(folder.take("s", PLACE), large())
-    assert folder.take("s", PLACE) is None and keys_in(folder) == KEYS[1:3]
-
-
 def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.put(KEYS[0], large(), lasts=True)

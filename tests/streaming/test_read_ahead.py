@@ -20,7 +20,6 @@ from raypipe.streaming import read_ahead
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.read_ahead import ReadAhead
-from raypipe.transform.samples import Wanted
 
 NUM, PER_GROUP, PER_WINDOW = 240, 4, 3
 IN_WINDOW = PER_GROUP * PER_WINDOW
@@ -72,7 +71,7 @@ def plan_of(store: MemoryStore) -> Plan:
 
 
 def ahead_of(store: MemoryStore, plan: Plan) -> ReadAhead:
-    return ReadAhead(plan, {"train": store}, Wanted())
+    return ReadAhead(plan, {"train": store}, ("image", "label"))
 
 
 def begin(ahead: ReadAhead, position: MicroBatchId) -> None:

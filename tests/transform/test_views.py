@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from micro_batches import EncodedSample, slow_one
 from pictures import picture
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -21,7 +22,6 @@ from raypipe.transform.decode.rgb import decode
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import EncodedSample
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import VIEW_PRESETS, view_key
 
@@ -53,9 +53,8 @@ PIPELINES: dict[str, Any] = {
 def views(
     transform: Any, key: tuple[int, int] = KEY, size: int = 16
 ) -> dict[str, np.ndarray]:
-    made = SampleMaker(transform, TransformConfig(size=size)).slow(
-        EncodedSample(picture(3)), key
-    )
+    maker = SampleMaker(transform, TransformConfig(size=size))
+    made = slow_one(maker, EncodedSample(picture(3)), key)
     assert made.pop("label") == 0
     return made
 
@@ -114,7 +113,7 @@ def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *args, **kw: calls.append(args) or decode(*args, **kw),
     )
     content = SampleMaker("dino", TransformConfig(), size=28)
-    content.slow(EncodedSample(picture(3)), KEY)
+    slow_one(content, EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
 
 
@@ -235,9 +234,9 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
         views({"a": pair})
     sizes = iter([8, 9])
     content = SampleMaker({"a": lambda image: image[: next(sizes)]}, TransformConfig())
-    content.slow(EncodedSample(picture(3)), KEY)
+    slow_one(content, EncodedSample(picture(3)), KEY)
     with pytest.raises(
         ConfigError,
         match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is",
     ):
-        content.slow(EncodedSample(picture(3)), KEY)
+        slow_one(content, EncodedSample(picture(3)), KEY)

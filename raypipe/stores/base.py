@@ -1,7 +1,7 @@
 """The protocol of a store, an indexed, read-only collection of N encoded samples, with the code that stores share.
 
 A store object consists of an address and options. It opens lazily, once per process, and pickles as address and
-options, so it can be sent to any actor. Stores import neither Ray nor torch.
+options, so it can be sent to any actor. Importing a store imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
-"""Contents of an open `FileStore`: like a store, but callers have checked indices and columns. Without a column
-`name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without the method it has the indices."""
+"""Contents of an open `FileStore`: like a store, with `written` and `sample_name`, but callers have checked
+indices and columns. Without a column `name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without
+the method it has the indices."""
 _T = TypeVar("_T")
 
 

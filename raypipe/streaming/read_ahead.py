@@ -55,7 +55,8 @@ class ReadAhead:
         self._num_reads += 1
         if self._num_reads % self._look_every:
             return
-        later = self._plan.later(position, self._num)
+        ahead = self._plan.micro_batches(position, position.micro + self._num)
+        later = next(ahead, None)
         if later is None or later.split not in self._stores:
             return
         store = self._stores[later.split]

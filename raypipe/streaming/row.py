@@ -2,12 +2,13 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, all that an actor needs
                   if it reads; and a reader's data, null in a split that actors read: image, label,
-                  lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s
-                  float64, seconds that the reader spent on the block
+                  lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s,
+                  outage_s float64, seconds that the reader spent on the block, and waited for a storage
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
-                  and num_remembered int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each
-                  micro-batch, reading, by the actor or a reader, and in all by the actor; and each field, see
-                  `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
+                  and num_remembered int64 (1, k); read_s, work_s, outage_s float64 (1, k): seconds spent
+                  on each micro-batch, reading, by the actor or a reader, in all by the actor, and waited for a
+                  storage; and each field, see `raypipe.transform.fields`, in the form that forms, JSON in uint8
+                  (1, n), gives for it:
 
                       flat     (1, n), all end to end; NAME:shapes int64 (1, k, d) has their shapes
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray

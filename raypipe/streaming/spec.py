@@ -1,5 +1,5 @@
-"""Description of a stream, as a plain value that pickles: `opening` makes it on the driver, `pipeline` runs
-it."""
+"""Description of a stream, as a plain value that pickles: `opening` makes it on the driver; `pipeline` runs it by
+Ray, `inline` and the head start in one process."""
 
 from __future__ import annotations
 

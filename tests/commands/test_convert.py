@@ -126,30 +126,6 @@ class TestConvert:
             else names(dst) == [f"{i:05d}{suffix}" for i in range(shards)]
         )
 
-    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_extra_columns_are_kept(self, suffix: str, tmp_path: Path) -> None:
-        extra = {
-            "count": np.arange(5, dtype=np.int32),
-            "good": [True, False, True, True, False],
-            "score": np.array([0.1, -0.0, np.inf, 1e-30, 3], np.float32),
-            "name": [None, "b", "", "ü", None],
-            "mask": [b"", b"\0\1", None, b"x", b"None"],
-        }
-        dst = tmp_path / f"copy{suffix}"
-        without_sizes(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
-        expected = {
-            name: [None if v is None else v for v in values]
-            for name, values in extra.items()
-        }
-        names = expected.pop("name")
-        assert contents(open_store(dst)) == {
-            "image": IMAGES[:5],
-            "label": LABELS[:5],
-            **expected,
-        }
-        assert open_store(dst).read(np.arange(5), ("name",))["name"] == names
-        assert open_store(dst).classes is None
-
     def test_a_relative_destination_is_of_the_drivers_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -205,20 +181,6 @@ class TestConvert:
         )
         small = contents(open_store(tmp_path / "small.lmdb"))["image"]
         assert all(map(is_seekable, small)) and min(decode(small[0]).shape[:2]) == 16
-
-    @needs_kernel
-    def test_a_damaged_jpeg_cannot_be_made_seekable(self, tmp_path: Path) -> None:
-        source = MemoryStore([IMAGES[0], IMAGES[1][:200]], LABELS[:2])
-        with pytest.raises(
-            SampleError, match=r"sample 1: truncated JPEG.*--on-bad-sample skip"
-        ):
-            convert(source, tmp_path / "copy.lmdb", seekable=True)
-        assert (
-            convert(
-                source, tmp_path / "copy.lmdb", seekable=True, on_bad_sample="skip"
-            )["skipped"]
-            == 1
-        )
 
     # Bad samples
 

@@ -18,7 +18,6 @@ from raypipe.commands.copies import (
 )
 from raypipe.commands.store_samples import StoreRows, _with_later
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.record import Fingerprint, RecordLayout
@@ -159,14 +158,6 @@ def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
         column_types(first, "x", short_side=256)
 
 
-def test_a_source_without_images() -> None:
-    with pytest.raises(
-        StoreError,
-        match=r"x\.lmdb has no column 'image' for image_column; its columns are label",
-    ):
-        column_types({"label": [1]}, "x.lmdb")
-
-
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 def test_one_byte_that_changes_on_the_disk_is_found(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,13 +179,3 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         StoreError, match=f"00000{suffix} does not read back as it was written"
     ):
         list(write_shard(rows, 0, 0, settings))
-
-
-def test_a_file_that_a_task_left_is_written_again(tmp_path: Path) -> None:
-    (tmp_path / "00000.lmdb").write_bytes(b"x")
-    settings = CopySettings(
-        dst=str(tmp_path), suffix=".lmdb", columns={"image": "binary"}
-    )
-    rows = StoreRows(MemoryStore([picture(0)] * 3, None), 0, 3, settings)
-    assert list(write_shard(rows, 0, 0, settings))[-1].shard == (0, "00000.lmdb")
-    assert len(open_store(tmp_path / "00000.lmdb")) == 3

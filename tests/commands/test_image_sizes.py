@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from image_files import saved
 from PIL import Image
 
 from raypipe.commands.copies import (
@@ -29,10 +29,9 @@ from pictures import picture  # isort: skip
 
 
 def on_its_side(height: int, width: int) -> bytes:
-    exif, out = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = 6
-    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(out, "JPEG", exif=exif)
-    return out.getvalue()
+    return saved(np.zeros((height, width, 3), np.uint8), exif=exif)
 
 
 def written(store: MemoryStore, folder: Path, settings: CopySettings) -> list[Report]:

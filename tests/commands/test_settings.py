@@ -53,12 +53,9 @@ def downloaded(tmp_path: Path) -> Path:
     """A data set with a configuration, and modules that leave their names in the file `ran` beside it."""
     folder = tmp_path / "downloaded"
     for i in range(16):
-        place = folder / "data" / CLASSES[i % 2] / f"{i}.jpg"
+        place = folder / CLASSES[i % 2] / f"{i}.jpg"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(picture(i))
-    (folder / "data").rename(tmp_path / "data")
-    for each in (tmp_path / "data").iterdir():
-        each.rename(folder / each.name)
     for name in PLANTED:
         code = f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\nmake = None\n"
         (folder / f"{name}.py").write_text(code)

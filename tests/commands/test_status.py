@@ -38,27 +38,32 @@ WROTE: dict[str, Any] = {
 }
 
 
-def test_a_run_is_silent_restarting_or_ended() -> None:
-    assert standing(WROTE, 119.0, True, 0.0)["state"] == "running"
-    assert standing(WROTE, 121.0, True, 0.0)["state"] == "silent"
-    assert standing(WROTE, 101.0, True, died_at=51.0)["state"] == "restarting"
-    assert standing(WROTE, 101.0, True, died_at=49.0)["state"] == "running"
-    left = WROTE | {"every_s": 0}
-    assert standing(left, 1e6, True, 0.0)["state"] == "restarting"
-    assert standing(left, 1e6, False, 0.0)["state"] == "stopped"
-    assert standing(left | {"step": 90}, 1e6, False, 0.0)["state"] == "ended"
+LEFT = {"every_s": 0}
+DONE = {"every_s": 0, "step": 90}
+ERROR = {"error": "no space"}
 
 
-def test_a_run_that_an_error_has_ended_has_failed() -> None:
-    left = WROTE | {"every_s": 0}
-    assert standing(left, 1e6, False, 0.0, "no space")["state"] == "failed"
-    assert (
-        standing(left | {"step": 90}, 1e6, False, 0.0, "no space")["state"] == "failed"
-    )
-    # its rank 0 was killed
-    assert standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"
-    # it is being ended
-    assert standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"
+@pytest.mark.parametrize(
+    ("wrote", "now", "is_held", "known", "state"),
+    [
+        ({}, 119.0, True, {}, "running"),
+        ({}, 121.0, True, {}, "silent"),
+        ({}, 101.0, True, {"died_at": 51.0}, "restarting"),
+        ({}, 101.0, True, {"died_at": 49.0}, "running"),
+        (LEFT, 1e6, True, {}, "restarting"),
+        (LEFT, 1e6, False, {}, "stopped"),
+        (DONE, 1e6, False, {}, "ended"),
+        (LEFT, 1e6, False, ERROR, "failed"),
+        (DONE, 1e6, False, ERROR, "failed"),
+        ({}, 1e6, False, ERROR, "failed"),  # its rank 0 was killed
+        ({}, 101.0, True, ERROR, "running"),  # it is being ended
+    ],
+)
+def test_a_run_goes_on_is_silent_restarting_or_at_its_end(
+    wrote: dict[str, Any], now: float, is_held: bool, known: Any, state: str
+) -> None:
+    known = {"died_at": 0.0, **known}
+    assert standing(WROTE | wrote, now, is_held, **known)["state"] == state
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:

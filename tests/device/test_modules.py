@@ -407,11 +407,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ["depth"],
         "Kornia moves no depth",
     ),
-    "such a target beside others": (
-        container(FLIP, keys=("input", "mask")),
-        ["mask", "depth"],
-        "Kornia moves no depth",
-    ),
     "a key without a target": (
         container(FLIP),
         ["mask", "boxes"],
@@ -440,11 +435,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         container(K.RandomMosaic(), keys=("input", "mask")),
         ["mask"],
         "RandomMosaic moves no mask",
-    ),
-    "a jigsaw of masks": (
-        container(K.RandomJigsaw(), keys=("input", "mask")),
-        ["mask"],
-        "moves no mask",
     ),
     "a transplantation alone": (
         nn.Sequential(K.RandomTransplantation()),
@@ -538,11 +528,6 @@ def test_a_differentiable_augmentation_has_the_gradient_of_its_pixels(
     ).mean()
     (gradient,) = torch.autograd.grad(loss, batch.pixels)
     assert gradient.shape == batch.pixels.shape and (gradient != 0).float().mean() > 0.2
-    attacked = (batch.pixels + 0.1 * gradient.sign()).clamp(0, 1).detach()
-    worse = mixed_cross_entropy(
-        layer(batch.augment(attacked).mean((2, 3))), batch.target % 4, None
-    ).mean()
-    assert worse > loss
     plain = DeviceAugment(
         AugmentConfig(module=pipeline(), mixup_alpha=0.4), CPU
     ).of_batch(batch_of(split), 1.0)

@@ -95,15 +95,6 @@ def test_masks_and_boxes_come_with_their_batch(
             np.testing.assert_array_equal(batch.fields[name].numpy(), host[name])
 
 
-def test_images_are_channels_last_views_of_the_host_memory() -> None:
-    host = host_batch(0)
-    [batch] = on_cpu([host])
-    assert batch.image.shape == (4, 3, 6, 5) and batch.image.dtype == torch.uint8
-    assert batch.image.is_contiguous(memory_format=torch.channels_last)
-    assert batch.image.data_ptr() == host["image"].ctypes.data
-    assert batch.target.data_ptr() == host["label"].ctypes.data
-
-
 def test_read_only_input_gives_no_warning() -> None:
     # Warnings are errors in these tests, and torch warns of read-only arrays once per process unless told not to.
     torch.set_warn_always(True)
@@ -124,11 +115,6 @@ def test_on_cpu_nothing_is_taken_before_it_is_asked_for() -> None:
     iterator = iter(on_device(batches(), torch.device("cpu"), lambda at: 0))
     next(iterator)
     assert taken == [0]
-
-
-@pytest.mark.parametrize("ring", [None, True])
-def test_no_batches(ring: bool | None) -> None:
-    assert list(on_cpu([], ring=ring)) == []
 
 
 class Block(np.ndarray):

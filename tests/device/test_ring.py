@@ -106,12 +106,6 @@ def test_items_without_arrays_and_no_items_at_all() -> None:
     assert list(ring_of([])) == []
 
 
-def test_it_can_be_iterated_as_often_as_its_source() -> None:
-    ring = ring_of([arrays(0), arrays(1)])
-    assert [len(list(ring)) for _ in range(3)] == [2, 2, 2]
-    assert num_threads() == 0
-
-
 def test_an_error_of_the_source_comes_after_the_items_before_it() -> None:
     def source() -> Iterator[Arrays]:
         yield from (arrays(0), arrays(1))
@@ -129,19 +123,6 @@ def test_an_error_of_the_source_comes_after_the_items_before_it() -> None:
         assert all(ref() is None for ref in seen), "no cycle holds the slots"
     finally:
         gc.enable()
-
-
-def test_errors_of_arrays_of_of_the_transfer_and_of_iter_are_raised_too() -> None:
-    def wrong(item: Arrays) -> Arrays:
-        raise KeyError("no such array")
-
-    with pytest.raises(KeyError, match="no such array"):
-        list(Ring([arrays(0)], wrong, CPU))
-    with pytest.raises(TypeError, match="can't convert"):
-        list(ring_of([(np.array(["text"]),)]))
-    with pytest.raises(TypeError, match="not iterable"):
-        list(ring_of(3))
-    assert num_threads() == 0
 
 
 class Source:
@@ -239,23 +220,6 @@ def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
     del item, _
     threading.Thread(target=let_go, daemon=True).start()
     assert next(iterator, None) is None
-
-
-def test_what_is_staged_is_let_go_before_it_is_used() -> None:
-    seen = []
-
-    def source() -> Iterator[Arrays]:
-        for number in range(4):
-            array = np.full(3, number).view(Array)
-            seen.append(weakref.ref(array))
-            yield (array,)
-            del array
-
-    for number, (item, tensors) in enumerate(
-        ring_of(source(), depth=4, staged=lambda item: ())
-    ):
-        until(lambda: len(seen) == 4 and all(ref() is None for ref in seen))
-        assert item == () and tensors[0].tolist() == [number] * 3
 
 
 @pytest.mark.parametrize("depth", [0, -1])

@@ -13,7 +13,6 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.transform.columns import ColumnType
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL, MicroBatch
@@ -63,13 +62,6 @@ def test_rank_0_says_once_where_the_ending_is_done(
             finish(batch(step=step), 1.0)
         lines = capsys.readouterr().out
         assert lines.count("is done on the device; uint8 travels") == tells
-
-
-def test_targets_that_have_no_mixture_are_refused_when_it_is_built() -> None:
-    of_stream = PLAIN._replace(target=ColumnType("array", "int64", (3,)))
-    mixing = stage(of_stream, AugmentConfig(mixup_alpha=0.4))
-    with pytest.raises(ConfigError, match=r"two that are int64 \(3,\) have no mixture"):
-        _ = mixing.augment
 
 
 def test_two_normalizations_are_refused_at_once() -> None:

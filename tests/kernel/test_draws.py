@@ -17,7 +17,7 @@ from raypipe.kernel.draws import integers, uniforms
 
 NUM = 100_000
 KEYS = np.random.default_rng(7).integers(0, 1 << 63, (NUM, 2)).astype(np.uint64)
-NUM_OF_LIBRARY = 20_000  # which takes seconds for them
+NUM_OF_LIBRARY = 6_000  # which takes a second for them
 # Two samples of one distribution differ by more in one of 10^4 comparisons (Smirnov 1948).
 BOUND = 2.23 * np.sqrt(1 / NUM + 1 / NUM_OF_LIBRARY)
 

@@ -9,7 +9,6 @@ What needs it is skipped where it is not built, and says so.
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from fuzz_kernel import fuzz
-from PIL import Image
+from image_files import saved
 
 from raypipe.kernel import why_no_kernel
 from raypipe.kernel.extension import INTERFACE_VERSION
@@ -47,12 +46,6 @@ def noise(height: int, width: int) -> np.ndarray:
 def smooth(height: int, width: int) -> np.ndarray:
     """Pixels that leave most coefficients 0, so that runs and ends of blocks are common."""
     return cv2.resize(noise(height // 9 + 2, width // 9 + 2), (width, height))
-
-
-def encode(image: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(image).convert(mode).save(out, "JPEG", **options)
-    return out.getvalue()
 
 
 def assert_pixels_of_simplejpeg(data: bytes) -> None:
@@ -102,8 +95,9 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
             ("L", None),
             *(("RGB", subsampling) for subsampling in SUBSAMPLINGS),
         ]:
-            data = encode(
+            data = saved(
                 image,
+                "JPEG",
                 mode,
                 **options,
                 **({"subsampling": subsampling} if subsampling else {}),
@@ -123,7 +117,7 @@ def test_samples_out_of_range_are_those_of_simplejpeg(
     )
     image = (128 + (noise(64, 80) / 255 - 0.5) * contrast).astype(np.uint8)
     for subsampling in SUBSAMPLINGS:
-        data = bytearray(encode(image, quality=100, subsampling=subsampling))
+        data = bytearray(saved(image, quality=100, subsampling=subsampling))
         for table in (0, 1):
             at = data.index(b"\xff\xdb\x00\x43" + bytes([table])) + 5
             data[at : at + 64] = bytes([step]) * 64
@@ -132,8 +126,8 @@ def test_samples_out_of_range_are_those_of_simplejpeg(
 
 @needs_extension
 def test_it_accepts_only_the_damaged_bytes_that_simplejpeg_does() -> None:
-    accepted, refused, wrong = fuzz(0, 4000)
-    assert not wrong and accepted > 100 and refused > 1000
+    accepted, refused, wrong = fuzz(0, 2000)
+    assert not wrong and accepted > 50 and refused > 500
 
 
 @pytest.mark.soak

@@ -144,8 +144,8 @@ def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> Non
 
 
 def test_it_accepts_only_the_damaged_bytes_that_decode_does() -> None:
-    accepted, refused, wrong = fuzz_run(0, 3000)
-    assert not wrong and accepted > 100 and refused > 1000
+    accepted, refused, wrong = fuzz_run(0, 1000)
+    assert not wrong and accepted > 30 and refused > 300
 
 
 def test_without_the_extension_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

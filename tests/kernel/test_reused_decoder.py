@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -72,17 +71,6 @@ KINDS: dict[str, list[bytes]] = {
 }
 
 
-@pytest.fixture(params=[0, 1, 2])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The most vector instructions that the kernel may use."""
-    import _raypipe_kernel
-
-    if _raypipe_kernel.set_simd(request.param) != request.param:
-        pytest.skip("not of this processor")
-    yield request.param
-    _raypipe_kernel.set_simd(2)
-
-
 class Worker:
     """Work of an actor, over and over: a crop and a resize of each file, a box of one, and a seekable one."""
 
@@ -137,8 +125,9 @@ def bytes_in_use() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
+@pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_kind_of_image_leaves_memory_behind(kind: str, level: int) -> None:
+def test_no_kind_of_image_leaves_memory_behind(kind: str) -> None:
     worker = Worker(KINDS[kind])
     worker.work()
     before = bytes_in_use()

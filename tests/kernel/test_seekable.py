@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import cv2
 import numpy as np
@@ -17,6 +16,7 @@ import simplejpeg
 from fuzz_drawn import wild
 from fuzz_files import forged
 from fuzz_kernel import fuzz_seekable, sealed
+from image_files import saved
 from PIL import Image
 
 from raypipe import kernel
@@ -34,12 +34,6 @@ RNG = np.random.default_rng(32)
 EXIF = Image.Exif()
 EXIF[0x0112], EXIF[0x010E] = 6, "a description"
 ICC = RNG.bytes(70_000)  # of two segments
-
-
-def saved(pixels: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(out, "JPEG", **options)
-    return out.getvalue()
 
 
 def noise(height: int, width: int) -> np.ndarray:
@@ -64,12 +58,12 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     "4:4:4": lambda pixels: saved(pixels, subsampling="4:4:4", quality=100),
     "4:4:0": by_simplejpeg("440"),
     "4:1:1": by_simplejpeg("411"),
-    "gray": lambda pixels: saved(pixels, "L"),
+    "gray": lambda pixels: saved(pixels, "JPEG", "L"),
     "progressive": lambda pixels: saved(pixels, progressive=True, quality=85),
     "progressive 4:4:4": lambda pixels: saved(
         pixels, progressive=True, subsampling="4:4:4"
     ),
-    "progressive gray": lambda pixels: saved(pixels, "L", progressive=True),
+    "progressive gray": lambda pixels: saved(pixels, "JPEG", "L", progressive=True),
     "RGB": lambda pixels: saved(pixels, keep_rgb=True),
     "optimized": lambda pixels: saved(pixels, optimize=True, quality=30),
     "restarts": lambda pixels: saved(pixels, restart_marker_blocks=3),
@@ -219,7 +213,7 @@ def test_it_is_the_same_when_it_is_made_twice() -> None:
     [
         b"",
         b"\xff\xd8\xff",
-        saved(smooth(40, 40), "CMYK"),
+        saved(smooth(40, 40), "JPEG", "CMYK"),
         saved(smooth(40, 40))[:-40],
         saved(smooth(64, 64), progressive=True)[:-300] + b"\xff\xd9",
         cv2.imencode(".png", smooth(9, 9))[1].tobytes(),

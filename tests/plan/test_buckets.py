@@ -10,7 +10,6 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.stores.memory import MemoryStore
@@ -44,24 +43,6 @@ def plan_of(train: Any, exclude: Any = (), **config: Any) -> Plan:
     }
     selections = [Selection(exclude, len(train))] if exclude else None
     return make_plan(PlanConfig(**given), train, varied(5), selections=selections)
-
-
-Drawn = list[tuple[int, int]]
-
-
-def draws(plan: Plan, at: MicroBatchId) -> Drawn:
-    """The samples of a micro-batch, and their repeats."""
-    draws = plan.draw(at)
-    return list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True))
-
-
-def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
-    """Those of the training."""
-    return [
-        (at, draws(plan, at))
-        for at in plan.micro_batches(plan.start())
-        if at.split == "train"
-    ]
 
 
 # One by one

@@ -10,7 +10,6 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.stores.base import Store
@@ -49,22 +48,12 @@ def plan_of(train: Store, exclude: Sequence[list[int]] = (), **config: Any) -> P
     )
 
 
-def stream(plan: Plan) -> list[tuple[MicroBatchId, list[tuple[int, int]]]]:
-    found = []
+def epochs(plan: Plan) -> list[list[int]]:
+    """The samples of each training epoch."""
+    found: list[list[int]] = [[] for _ in range(plan.config.epochs)]
     for at in plan.micro_batches(plan.start()):
-        draws = plan.draw(at)
-        found.append(
-            (at, list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True)))
-        )
-    return found
-
-
-def epochs(plan: Plan) -> list[list[tuple[int, int]]]:
-    """The draws of each training epoch."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(plan.config.epochs)]
-    for at, drawn in stream(plan):
         if at.split == "train":
-            found[at.epoch] += drawn
+            found[at.epoch] += plan.draw(at).indices.tolist()
     return found
 
 
@@ -174,7 +163,7 @@ def test_without_drop_last_an_epoch_has_all_of_its_draws(
     num = config.get("epoch_samples", size)
     assert plan.steps_per_epoch == -(-num // 8)
     for epoch in epochs(plan):
-        counted = [draw for draw in epoch if draw[0] >= 0]
+        counted = [index for index in epoch if index >= 0]
         assert num <= len(counted) < num + plan.config.per_step
         if not config:
-            assert {index for index, _ in counted} == set(range(size))
+            assert set(counted) == set(range(size))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from draw_plans import Composition, check, compositions, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from raypipe.commands.preview_tiles import find_draws
-from raypipe.plan.places import MicroBatchId
 
 # What is declared
 
@@ -40,16 +36,6 @@ def test_substitutes_keep_to_a_samples_source_and_bucket(
         (at, drawn)
         for at, drawn in stream(plan)
         if (at.split, at.epoch) == ("train", 1)
-    ]
-    first: dict[int, tuple[MicroBatchId, int]] = {}
-    for at, drawn in places:
-        for row, (index, *_) in enumerate(drawn):
-            first.setdefault(index, (at, row))
-    wanted = data.draw(
-        st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3)
-    )
-    assert find_draws(plan, 1, wanted) == [
-        first.get(index, (None, 0)) for index in wanted
     ]
     kept = {
         index: number

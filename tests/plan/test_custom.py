@@ -11,7 +11,7 @@ import pytest
 import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, CursorError
+from raypipe.errors import ConfigError
 from raypipe.plan.custom import Population, Sampler
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -159,13 +159,6 @@ def test_one_sampler_draws_from_all_stores_of_a_mixture() -> None:
     assert {plan.substitute(place, 70, attempt) for attempt in range(20)} <= easy
 
 
-def test_substitutes_are_draws_of_the_same_epoch() -> None:
-    plan = plan_of({"name": KFold, "fold": 1})
-    place = MicroBatchId("train", 2, 0, 0)
-    substitutes = {plan.substitute(place, 5, attempt) for attempt in range(100)}
-    assert len(substitutes) > 20 and substitutes <= set(drawn(plan, epoch=2))
-
-
 def test_repeats_of_a_sampler_are_different_copies() -> None:
     plan = plan_of({"name": KFold}, aug_repeats=2)
     draws = plan.draw_block([MicroBatchId("train", 1, 0, micro) for micro in (0, 1)])
@@ -247,13 +240,6 @@ def test_distinct_samplers_and_arguments_have_distinct_fingerprints(
         plan.fingerprint for plan in plans
     ]
     assert drawn(plans[1]) == list(range(NUM - 1, NUM - 49, -1))
-
-
-def test_a_checkpoint_of_another_sampler_is_rejected() -> None:
-    cursor = plan_of({"name": KFold, "fold": 0}).cursor_at(2)
-    with pytest.raises(CursorError, match=r"shuffle, sampler or another setting"):
-        plan_of({"name": KFold, "fold": 1}).check(cursor)
-    plan_of({"name": KFold, "fold": 0}, epochs=9).check(cursor)  # a longer run
 
 
 # What is wrong is said when a stream is opened

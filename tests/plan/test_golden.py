@@ -197,13 +197,3 @@ HASHES = {
 @pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
 def test_a_plan_draws_what_it_always_drew(name: str) -> None:
     assert hashes_of(plan_of(**{**PLAIN, **OTHERS}[name])) == HASHES[name]
-
-
-def test_plain_plans_have_version_1_and_long_seeds_the_next() -> None:
-    contents = [plan_of(**config).training.content for config in PLAIN.values()]  # type: ignore[union-attr]
-    assert {content[0] for content in contents} == {1}
-    others = [plan_of(**config).training.content for config in OTHERS.values()]  # type: ignore[union-attr]
-    assert {
-        content[0][0] if isinstance(content[0], list) else content[0]
-        for content in others
-    } == {2}

@@ -5,12 +5,10 @@ import tracemalloc
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import all_but_one_in_system
 
-from raypipe.plan.mixture import ONE, Mixture, Quotas, as_shares, floor_sum
+from raypipe.plan.mixture import ONE, Mixture, Quotas, as_shares
 from raypipe.plan.order import Shuffle
 from raypipe.plan.samplers import Permuted
 from raypipe.plan.selection import Selection
@@ -18,19 +16,6 @@ from raypipe.plan.selection import Selection
 weight_lists = st.lists(
     st.integers(0, 20) | st.floats(0.001, 5), min_size=1, max_size=6
 ).filter(any)
-
-
-@given(
-    st.integers(0, 60),
-    st.integers(1, 50),
-    st.integers(-200, 200),
-    st.integers(-300, 300),
-)
-def test_floor_sums_are_those_of_the_terms(
-    num: int, modulus: int, factor: int, addend: int
-) -> None:
-    expected = sum((factor * n + addend) // modulus for n in range(num))
-    assert floor_sum(num, modulus, factor, addend) == expected
 
 
 @given(weight_lists)
@@ -80,16 +65,6 @@ def mixture_of(
         seed,
     )
     return Mixture(parts, quotas, seed), quotas
-
-
-@pytest.mark.parametrize("batch_size", all_but_one_in_system([8, 5000]))
-def test_each_batch_has_its_quotas_mixed(batch_size: int) -> None:
-    mixed, quotas = mixture_of([50, 7, 20], {0: [1, 1, 1]}, batch_size, 3)
-    together = mixed.draw(np.arange(5 * batch_size)).indices
-    sources = np.searchsorted([50, 57], together, side="right").reshape(5, batch_size)
-    found = [np.bincount(batch).tolist() for batch in sources]
-    assert found == [quotas.counts(batch) for batch in range(5)]
-    assert any(batch.tolist() != sorted(batch) for batch in sources)
 
 
 def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:

@@ -6,10 +6,6 @@ from raypipe.errors import CursorError
 from raypipe.plan.places import Cursor
 
 
-def test_a_cursor_survives_json() -> None:
-    assert Cursor.from_json(Cursor(1, 2, "f").to_json()) == Cursor(1, 2, "f")
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,8 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.order import Shuffle
 from raypipe.plan.places import Cursor, MicroBatchId
-from raypipe.plan.samplers import Draws, Permuted
-from raypipe.plan.schedule import Plan, Segment
+from raypipe.plan.samplers import Permuted
+from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
@@ -84,13 +83,6 @@ def sampler_of(plan: Plan) -> Permuted:
 
 def order_of(plan: Plan) -> Shuffle:
     return sampler_of(plan).shuffle
-
-
-def keys_of(plan: Plan, at: MicroBatchId, indices: np.ndarray) -> np.ndarray:
-    """The keys of samples that a pass of the number of the place's epoch draws, or a validation."""
-    zeros = 0 * indices
-    passes = zeros + (at.epoch if at.split == "train" else 0)
-    return plan.sample_keys(at.split, Draws(indices, passes, zeros, zeros))
 
 
 def cursors(plan: Plan) -> dict[Cursor, int]:
@@ -176,16 +168,6 @@ def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
 
 
 # Resume
-
-
-def test_a_cursor_at_the_end_of_an_epoch_leads_into_its_validation() -> None:
-    plan = plan_of(7, val=3)
-    end = Cursor(0, plan.steps_per_epoch, plan.fingerprint)
-    assert next(plan.segments(end)) == Segment("val", 0, 0, 2)
-    plan = plan_of(7)
-    assert next(plan.segments(replace(end, fingerprint=plan.fingerprint))) == Segment(
-        "train", 1, 0, 3
-    )
 
 
 def test_the_cursor_of_another_plan_names_both_fingerprints() -> None:
@@ -277,24 +259,6 @@ def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
 
 # Seeds
 
-TRAIN = MicroBatchId("train", 1, 0, 0)
-
-
-def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
-    indices = np.arange(10_000)
-    seen = [
-        keys_of(plan_of(seed=seed), at, indices)
-        for seed in (0, 1)
-        for at in (
-            MicroBatchId("train", 0, 0, 0),
-            MicroBatchId("train", 1, 0, 0),
-            MicroBatchId("val", 0, 0, 0),
-        )
-    ]
-    for word in (0, 1):
-        words = np.concatenate([keys[:, word] for keys in seen])
-        assert words.dtype == np.uint64 and len(np.unique(words)) == len(words)
-
 
 @given(plans())
 def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
@@ -302,10 +266,6 @@ def test_micro_batch_seeds_are_distinct_and_in_range(plan: Plan) -> None:
     seeds = [plan.micro_batch_seed(at) for at in stream]
     assert len(set(seeds)) == len(stream)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_attempts_at_a_substitute_differ() -> None:
-    assert len({plan_of(500).substitute(TRAIN, 5, attempt) for attempt in range(8)}) > 5
 
 
 # The clock of the run

@@ -60,16 +60,11 @@ def test_steps_that_are_left_out_are_none_of_those_ahead() -> None:
     for number, position in enumerate(stream):
         for num in (0, 1, 4):
             expected = stream[number + num : number + num + 1] or [None]
-            assert [plan.later(position, num)] == expected
+            ahead = plan.micro_batches(position, position.micro + num)
+            assert [next(ahead, None)] == expected
     [training, *_] = plan.segments(plan.start())
-    only = places(plan.only(training))
-    assert plan.only(training).later(only[1], 2) == only[3]
-
-
-def test_ranges_may_overlap() -> None:
-    plan = plan_of("9..11", 3, "4", "10..12")
-    assert plan.skipped == Skipped(((2, 4), (8, 12)))
-    assert plan_of(7).skipped == Skipped(((6, 7),))
+    only = plan.only(training)
+    assert list(only.micro_batches(places(only)[2])) == places(only)[2:]
 
 
 @given(
@@ -116,17 +111,6 @@ def test_all_other_steps_keep_their_places_and_draws(skip: str, val: int) -> Non
         rest = [at for at in expected if at.epoch * STEPS + STEPS > done]
         rest = [at for at in rest if at.split == "val" or number(at) > done]
         assert places(plan, plan.cursor_at(done)) == rest
-
-
-def test_a_sample_is_not_found_in_a_step_that_is_skipped() -> None:
-    plan, whole = plan_of("5..8"), plan_of()
-    for index in range(50):
-        expected = [
-            (index, place)
-            for _, place in whole.places_of([index])
-            if number(place.micro_batch) not in range(5, 9)
-        ]
-        assert list(plan.places_of([index])) == expected
 
 
 @pytest.mark.parametrize("val", [0, 5])

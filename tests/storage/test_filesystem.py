@@ -8,6 +8,7 @@ import traceback
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -72,88 +73,55 @@ def test_join_adds_names_and_split_takes_them_off(folder: str, joined: str) -> N
     assert split_address(parent)[1] == "my run"
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-def test_local_paths_and_file_uris_are_local(tmp_path: Path, as_file: bool) -> None:
-    path = tmp_path / "a b#%41"
-    filesystem, found = open_filesystem(path.as_uri() if as_file else path)
-    assert type(filesystem) is pyarrow.fs.LocalFileSystem and found == str(path)
-
-
 # What each scheme becomes
 
 
-def test_s3_has_time_outs_and_the_environments_endpoint(
-    monkeypatch: pytest.MonkeyPatch,
+AZURE = {"AZURE_STORAGE_ACCOUNT": "of-the-environment", "AZURE_STORAGE_KEY": "a2V5"}
+NO_HURRY = {"connect_timeout": 5, "request_timeout": 20}
+OF_GOOGLE = {"retry_time_limit": timedelta(seconds=15), "anonymous": True}
+# Address → the environment, and the file system's class, path and options.
+SCHEMES: dict[str, tuple[dict[str, str], str, str, dict[str, Any]]] = {
+    "s3://bucket/a%20b/c/": (
+        {"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"},
+        "S3FileSystem",
+        "bucket/a b/c",
+        {"endpoint_override": "127.0.0.1:9000", "scheme": "http", **NO_HURRY},
+    ),
+    "s3://anonymous@bucket/a": (
+        {"AWS_REGION": "eu-west-1"},
+        "S3FileSystem",
+        "bucket/a",
+        {"endpoint_override": "", "region": "eu-west-1", "anonymous": True},
+    ),
+    "gs://anonymous@bucket/a/b": ({}, "GcsFileSystem", "bucket/a/b", OF_GOOGLE),
+    "gcs://anonymous@bucket/a/b": ({}, "GcsFileSystem", "bucket/a/b", OF_GOOGLE),
+    "az://container/a/b": (
+        AZURE,
+        "AzureFileSystem",
+        "container/a/b",
+        {"account_name": "of-the-environment", "account_key": "a2V5"},
+    ),
+    "abfss://container@mine.dfs.core.windows.net/a/b": (
+        AZURE,
+        "AzureFileSystem",
+        "container/a/b",
+        {"account_name": "mine", "account_key": "a2V5"},
+    ),
+}
+
+
+@pytest.mark.parametrize("address", SCHEMES)
+def test_each_scheme_has_its_file_system_with_the_environments_options(
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
-    filesystem, path = open_filesystem("s3://bucket/a%20b/c/")
-    assert (
-        isinstance(filesystem.handler.inner(), pyarrow.fs.S3FileSystem)
-        and path == "bucket/a b/c"
-    )
-    made = filesystem.handler.inner().__reduce__()[1][0]
-    assert (made["endpoint_override"], made["scheme"], made["region"]) == (
-        "127.0.0.1:9000",
-        "http",
-        "us-east-1",
-    )
-    assert (made["connect_timeout"], made["request_timeout"]) == (5, 20)
-
-
-def test_s3_has_the_environments_region_and_may_be_anonymous(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    filesystem, path = open_filesystem("s3://anonymous@bucket/a")
-    made = filesystem.handler.inner().__reduce__()[1][0]
-    assert path == "bucket/a"
-    assert (made["endpoint_override"], made["region"], made["anonymous"]) == (
-        "",
-        "eu-west-1",
-        True,
-    )
-
-
-def test_a_file_system_keeps_its_patience_through_pickling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
-    filesystem, _ = open_filesystem("s3://bucket")
-    again = pickle.loads(pickle.dumps(filesystem))
-    assert type(again) is type(filesystem) and again.equals(filesystem)
-
-
-@pytest.mark.parametrize("scheme", ["gs", "gcs"])
-def test_gs_is_google_with_a_limit_for_retries(scheme: str) -> None:
-    filesystem, path = open_filesystem(f"{scheme}://anonymous@bucket/a/b")
-    assert (
-        type(filesystem.handler.inner()) is pyarrow.fs.GcsFileSystem
-        and path == "bucket/a/b"
-    )
-    made = filesystem.handler.inner().__reduce__()[1][0]
-    assert made["retry_time_limit"] == timedelta(seconds=15) and made["anonymous"]
-
-
-@pytest.mark.parametrize(
-    ("address", "account"),
-    [
-        ("az://container/a/b", "of-the-environment"),
-        ("abfs://container@mine.dfs.core.windows.net/a/b", "mine"),
-        ("abfss://container@mine.dfs.core.windows.net/a/b", "mine"),
-    ],
-)
-def test_az_and_abfs_are_azure(
-    address: str, account: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "of-the-environment")
-    monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
-    filesystem, path = open_filesystem(address)
-    assert (
-        type(filesystem.handler.inner()) is pyarrow.fs.AzureFileSystem
-        and path == "container/a/b"
-    )
-    made = filesystem.handler.inner().__reduce__()[1][0]
-    assert (made["account_name"], made["account_key"]) == (account, "a2V5")
+    environment, kind, path, options = SCHEMES[address]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    filesystem, found = open_filesystem(address)
+    inner = filesystem.handler.inner()
+    assert type(inner).__name__ == kind and found == path
+    made = inner.__reduce__()[1][0]
+    assert {name: made[name] for name in options} == options
 
 
 def test_any_scheme_of_fsspec_reads_and_writes_whole_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.storage import limited_folder
-from raypipe.storage.limited_folder import Room, TooLargeError
+from raypipe.storage.limited_folder import Room
 
 
 def put(folder: Path, name: str, num_bytes: int, used_s: float) -> Path:
@@ -17,18 +17,6 @@ def put(folder: Path, name: str, num_bytes: int, used_s: float) -> Path:
     path.write_bytes(bytes(num_bytes))
     os.utime(path, (used_s, used_s))
     return path
-
-
-def test_the_files_used_longest_ago_make_room(tmp_path: Path) -> None:
-    paths = [put(tmp_path, name, 100, used_s) for name, used_s in (("a", 9), ("b", 5))]
-    accessed = put(tmp_path, "c", 100, 0)
-    os.utime(accessed, (7, 0))  # time 0 of the last change means nothing
-    hidden = put(tmp_path, ".new", 0, time.time())
-    assert Room(tmp_path, 300, 0.5).take(hidden, 100)
-    assert [path.exists() for path in (*paths, accessed)] == [True, False, False]
-    assert hidden.stat().st_size == 100
-    with pytest.raises(TooLargeError, match=r"^300$"):
-        Room(tmp_path, 300, 0.5).take(hidden, 301)
 
 
 def test_what_a_killed_process_was_writing_goes_after_its_time(

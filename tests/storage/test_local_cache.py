@@ -90,17 +90,6 @@ print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True
     )
 
 
-def test_a_shard_is_fetched_once_and_stays(
-    put: Put, proxy: FaultyProxy, tmp_path: Path
-) -> None:
-    file = put()
-    for _ in range(2):
-        cache = LocalCache(tmp_path / "shards")
-        assert content_of(cache, file) == content_of(cache, file)
-    assert sent(proxy) == SIZE
-    assert content_of(cache, file) == remote_bytes(file)
-
-
 def test_processes_and_threads_that_want_one_shard_share_one_download(
     put: Put, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -265,30 +254,6 @@ def test_an_object_that_changes_while_it_is_downloaded_is_refused(
     with pytest.raises(StoreError, match="has changed since the store was opened"):
         content_of(cache, old)
     assert not cache.path_of(old).exists()
-
-
-def test_an_object_that_is_gone(put: Put, bucket: str, tmp_path: Path) -> None:
-    file = put()
-    filesystem, path = open_filesystem(file.address)
-    filesystem.delete_file(path)
-    with pytest.raises(StoreError, match=r"/a or its bucket does not exist"):
-        content_of(LocalCache(tmp_path / "shards"), file)
-    with pytest.raises(StoreError, match=r"/a or its bucket does not exist"):
-        look_up(file.address)
-
-
-def test_content_without_the_recorded_digest_is_refused(
-    put: Put, tmp_path: Path
-) -> None:
-    file = put()
-    wrong = RemoteFile(file.address, file.num_bytes, file.version, "0" * 32)
-    cache = LocalCache(tmp_path / "shards")
-    with pytest.raises(
-        StoreError,
-        match=r"/a is damaged: its checksum is [0-9a-f]{32}, but it was written with 0{32}",
-    ):
-        content_of(cache, wrong)
-    assert content_of(cache, file) == remote_bytes(file)
 
 
 def damage(data: Path) -> None:

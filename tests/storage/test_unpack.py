@@ -52,20 +52,14 @@ def test_a_cut_or_damaged_stream_is_one_error(kind: str) -> None:
         unpacked(bytes(damaged))
 
 
-def test_what_is_not_compressed_is_refused_by_its_first_bytes() -> None:
-    for data in (b"", b"junk" * 100):
-        with pytest.raises(StoreError, match=r"is not gzip, bzip2 or xz"):
-            unpacked(data)
-
-
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_bomb_ends_at_its_limit_and_takes_no_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpack, "LEAST_BYTES", 8 << 20)
     monkeypatch.setenv("RAYPIPE_READ_BYTES", "1")
-    bomb = PACKERS[kind](bytes(64 << 20))
-    assert unpack.GROWTH * len(bomb) < 64 << 20
+    bomb = PACKERS[kind](bytes(32 << 20))
+    assert unpack.GROWTH * len(bomb) < 32 << 20
     tracemalloc.start()
     total = 0
     with pytest.raises(

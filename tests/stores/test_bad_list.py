@@ -43,11 +43,6 @@ def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_no_list_leaves_nothing_out() -> None:
-    assert read("") == read("", None) == []
-    assert read_bad_list("", STORE, "").dtype == np.int64
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -5,16 +5,13 @@ Each is read by a process of its own, of which the peak of memory is measured.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from draw_bombs import (
     BOMBS,
@@ -25,17 +22,13 @@ from draw_bombs import (
     READ,
     REFUSED,
     VALUES,
-    stream,
 )
-from PIL import Image
 
 from raypipe.environment import VARIABLES
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.stores import open_store
 from raypipe.stores.kinds import SOURCES, STORES
 from raypipe.stores.lmdb_values import READERS
-from raypipe.stores.sources import open_source
 
 
 def test_each_kind_of_store_and_source_has_a_bomb() -> None:
@@ -89,18 +82,3 @@ def test_a_variable_sets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPIPE_READ_BYTES", "4G")
     with pytest.raises(ConfigError, match="must be a whole number of bytes, got '4G'"):
         check_read("a", 1)
-
-
-def test_stores_below_the_limit_are_read(tmp_path: Path) -> None:
-    image = io.BytesIO()
-    Image.new("RGB", (8, 6)).save(image, "PNG")
-    batch = pa.record_batch({"image": [image.getvalue()] * 3, "label": [0, 1, 2]})
-    (tmp_path / "data-00000-of-00001.arrow").write_bytes(stream(batch))
-    source = open_source(tmp_path)
-    assert source is not None and len(list(source.samples)) == 3
-    (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "a.png").write_bytes(image.getvalue())
-    tar = tmp_path / "a.tar"
-    with tarfile.open(tar, "w") as file:
-        file.add(tmp_path / "cat", "cat")
-    assert len(open_store(tar)) == 1

@@ -20,6 +20,7 @@ from class_trees import (
     sparse_header,
     write,
 )
+from refused import store_refused
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -128,19 +129,16 @@ def test_files_that_belong_to_images_are_named_with_the_setting(
     root = tmp_path / "root"
     write(root, "cat/a.jpg", "dog/b.jpg", f"dog/b.{suffix}", "dog/c.jpg")
     message = rf"dog/b\.{suffix}, which belong to images by their names.* set store\.target_column to 'folder'"
-    with pytest.raises(StoreError, match=message):
-        len(open_store(root))
+    store_refused(message, root)
     for column in ("folder", ""):
         assert open_store(root, target_column=column).read(np.arange(3))[
             "label"
         ].tolist() == [0, 1, 1]
     path = in_tar(root, tmp_path / "a.tar")
     # A WebDataset's labels must be numbers, and each sample has one.
-    with pytest.raises(
-        StoreError,
-        match=message if suffix not in ("label", "cls") else "the label dog/b",
-    ):
-        len(open_store(path))
+    store_refused(
+        message if suffix not in ("label", "cls") else "the label dog/b", path
+    )
     assert open_store(path, target_column="folder").classes == ("cat", "dog")
 
 
@@ -148,9 +146,7 @@ def test_files_that_belong_to_images_are_named_with_the_setting(
     ("parts", "num_bytes", "is_good"),
     [
         ([(512, 4), (2000, 3)], 3000, True),
-        ([(0, 7)], 7, True),
         ([(3000, 0)], 3000, True),
-        ([(512, 4), (100, 3)], 3000, False),
         ([(512, 4), (514, 3)], 3000, False),
         ([(2998, 7)], 3000, False),
         ([(1 << 30, 7)], 3000, False),

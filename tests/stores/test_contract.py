@@ -6,8 +6,6 @@ import json
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -419,39 +417,9 @@ def test_fingerprint_shows_other_contents(
     assert MAKERS[kind](other, images).fingerprint != store.fingerprint
 
 
-def test_fingerprint_of_writers_shows_one_bit(tmp_path: Path) -> None:
-    images = [*IMAGES[:-1], IMAGES[-1][:-1] + b"!"]
-    for make in (make_lmdb, make_lmdb_shards, make_parquet):
-        folders = tmp_path / make.__name__ / "a", tmp_path / make.__name__ / "b"
-        for folder in folders:
-            folder.mkdir(parents=True)
-        assert (
-            make(folders[0], IMAGES).fingerprint != make(folders[1], images).fingerprint
-        )
-
-
 def test_reads_after_close(store: Store) -> None:
     store.close()
     store.read(np.array([0]))
     store.close()
     store.close()
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
-
-
-def test_stores_are_read_in_another_process(tmp_path: Path) -> None:
-    stores = []
-    for kind in ("lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"):
-        (tmp_path / kind).mkdir()
-        stores.append(MAKERS[kind](tmp_path / kind, IMAGES))
-        stores[-1].read(np.array([0]))
-    (tmp_path / "stores").write_bytes(pickle.dumps(stores))
-    program = (
-        "import pathlib, pickle, sys, numpy as np\n"
-        "for store in pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()):\n"
-        "    print(store.fingerprint, len(store.read(np.array([9]))['image'][0]))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "stores")]
-    root = Path(__file__).parents[2]
-    printed = subprocess.check_output(command, text=True, cwd=root, timeout=60)
-    expected = [f"{store.fingerprint} {len(IMAGES[9])}" for store in stores]
-    assert printed.splitlines() == expected

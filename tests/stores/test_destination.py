@@ -12,13 +12,6 @@ from raypipe.stores.destination import digits_stores, new_path, write_atomically
 SAMPLES = [{"image": b"abc", "label": 1}, {"image": b"de", "label": 0}]
 
 
-def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
-    write_atomically(str(tmp_path / "new" / "x.lmdb"), SAMPLES, ("a", "b"))
-    store = open_store(tmp_path / "new" / "x.lmdb")
-    assert len(store) == 2 and store.classes == ("a", "b")
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.lmdb"]
-
-
 def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
@@ -26,16 +19,6 @@ def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
         match=r"file/digits-v2 cannot be written to \(RAYPIPE_CACHE may name",
     ):
         digits_stores(tmp_path / "file")
-
-
-def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
-    def samples() -> object:
-        yield SAMPLES[0]
-        raise KeyError("half-way")
-
-    with pytest.raises(KeyError):
-        write_atomically(str(tmp_path / "x.lmdb"), samples(), None)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_while_overwriting_leaves_what_was_there(tmp_path: Path) -> None:

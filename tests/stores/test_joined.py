@@ -63,19 +63,9 @@ def test_groups_are_those_of_the_parts_one_after_the_other() -> None:
 
 
 def test_classes_are_those_that_all_name() -> None:
-    same = JoinedStore(
-        {"a": part(1, 1, classes=["x", "y"]), "b": part(1, 2, classes=["x", "y"])}
-    )
-    assert same.classes == ("x", "y")
-    assert (
-        JoinedStore(
-            {"a": part(1, 1, classes=["x"]), "b": part(1, 2, classes=["y"])}
-        ).classes
-        is None
-    )
-    assert (
-        JoinedStore({"a": part(1, 1, classes=["x"]), "b": part(1, 2)}).classes is None
-    )
+    for classes, expected in ((["x"], ("x",)), (["y"], None), (None, None)):
+        parts = {"a": part(1, 1, classes=["x"]), "b": part(1, 2, classes=classes)}
+        assert JoinedStore(parts).classes == expected
 
 
 def test_the_fingerprint_is_that_of_the_parts_in_their_order() -> None:

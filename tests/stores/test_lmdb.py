@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -139,20 +139,9 @@ def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
 
 def test_threads(tmp_path: Path) -> None:
     store = LMDBStore(write(tmp_path / "a.lmdb"))
-    wrong: list[object] = []
-
-    def read() -> None:
-        for _ in range(50):
-            labels = store.read(np.arange(20))["label"].tolist()
-            if labels != list(range(20)):
-                wrong.append(labels)
-
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as threads:
+        for found in threads.map(store.read, [np.arange(20)] * 400):
+            assert found["label"].tolist() == list(range(20))
 
 
 def test_writer_writes_equal_files(tmp_path: Path) -> None:

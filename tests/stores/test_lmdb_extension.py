@@ -70,18 +70,6 @@ def test_all_columns_are_those_that_the_lmdb_library_reads(
     assert [contents(path, indices, columns) for columns in asked] == found
 
 
-def test_the_compiled_reader_is_the_one_that_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = LMDBStore(write(tmp_path / "a.lmdb"))
-    expected = store.read(np.arange(NUM))["image"]
-    monkeypatch.setattr(
-        "raypipe.stores.lmdb_file.LMDBFile.get",
-        lambda self, key: pytest.fail("it was asked"),
-    )
-    assert store.read(np.arange(NUM))["image"] == expected
-
-
 def test_damaged_records_are_those_of_one_call_each() -> None:
     accepted, refused, wrong = fuzz_lmdb(0, 100)
     assert accepted > 60 and refused > 5 and not wrong

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from tars import write_members
 
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import index_of
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.bad_list import read_bad_list
-from raypipe.stores.tar import TarStore
-
-LONG = "k" * 150
 
 
 def named(root: Path, *names: str) -> Store:
@@ -24,15 +19,6 @@ def named(root: Path, *names: str) -> Store:
         for name in names:
             writer.append({"image": b"1", "name": name})
     return open_store(root / "a.lmdb")
-
-
-def test_names_of_tars_survive_their_index(tmp_path: Path) -> None:
-    for number, key in enumerate(["k0", f"x/{LONG}"]):
-        members = [(f"{key}.png", b"1"), (f"{key}.cls", b"1")]
-        write_members(tmp_path / f"{number}.tar", members)
-    TarStore(tmp_path).write_index()
-    read = open_store(tmp_path).read(np.arange(2), ("name",))
-    assert read["name"] == ["k0", f"x/{LONG}"]
 
 
 def test_a_sample_is_found_by_its_stored_name(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from refused import store_refused
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -51,11 +52,6 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "data_large_standard/a/{abbey,airfield}/0.jpg data_large_standard/b/{bar,beach}/0.jpg",
         "data_large_standard/a, data_large_standard/b, which are the first letters",
     ),
-    "Places365, val": (
-        "val_256/{0,1}.jpg places365_val.txt",
-        LABELS.format("val_256", r"places365_val\.txt"),
-    ),
-    "Places365 easy": ("places365_standard/{train,val}/{bar,beach}/0.jpg", SPLITS),
     "SUN397": (
         "a/{abbey,alley}/0.jpg b/bar/0.jpg ClassName.txt",
         "a, b, which are the first letters",
@@ -63,10 +59,6 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
     "iNaturalist 2018": (
         "train_val2018/{Aves,Plantae}/{1,2}/0.jpg train2018.json",
         r"Aves, .*Plantae, which all have the folders 1, 2",
-    ),
-    "iNaturalist 2021": (
-        "{train,val}/{00000_Animalia,00001_Animalia}/0.jpg train.json",
-        SPLITS,
     ),
     "Food-101": (
         "images/{apple_pie,waffles}/0.jpg meta/{train,test,classes}.txt README.txt",
@@ -85,21 +77,9 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         LABELS.format("images", "annotations/"),
     ),
     "Stanford Cars": ("cars_{train,test}/{0,1}.jpg devkit/cars_meta.mat", SPLITS),
-    "Stanford Cars on Kaggle": (
-        "car_data/{train,test}/{Acura,Audi}/0.jpg anno_train.csv names.csv",
-        SPLITS,
-    ),
-    "CUB-200": (
-        "CUB/images/{001.Albatross,002.Auklet}/0.jpg CUB/{classes,images}.txt CUB/attributes/a.txt",
-        ("001.Albatross", "002.Auklet"),
-    ),
     "Caltech-101": (
         "101_ObjectCategories/{BACKGROUND_Google,anchor}/0.jpg Annotations/anchor/0.mat",
         ("BACKGROUND_Google", "anchor"),
-    ),
-    "Caltech-256": (
-        "256_ObjectCategories/{001.ak47,002.flag}/0.jpg",
-        ("001.ak47", "002.flag"),
     ),
     "VOC": (
         "VOC2012/JPEGImages/{0,1}.jpg VOC2012/Annotations/0_.xml VOC2012/SegmentationClass/0.png",
@@ -113,14 +93,6 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "{train2017,val2017}/{0,1}.jpg annotations/instances_train2017.json",
         SPLITS,
     ),
-    "COCO, one split": (
-        "train2017/{0,1}.jpg annotations/instances_train2017.json",
-        LABELS.format("train2017", "annotations/"),
-    ),
-    "COCO, images around": (
-        "images/{train2017,val2017}/0.jpg annotations/i.json",
-        SPLITS,
-    ),
     "Open Images": ("{train,validation,test}/{0,1}.jpg class-descriptions.csv", SPLITS),
     "Open Images, one split": (
         "train/data/{0,1}.jpg train/labels/detections.csv train/metadata/classes.csv",
@@ -130,27 +102,11 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "img_align_celeba/{0,1}.jpg list_attr_celeba.txt identity_CelebA.txt",
         LABELS.format("img_align_celeba", r"list_attr_celeba\.txt"),
     ),
-    "CelebA on Kaggle": (
-        "img_align_celeba/img_align_celeba/{0,1}.jpg list_attr_celeba.csv",
-        LABELS.format("img_align_celeba", r"list_attr_celeba\.csv"),
-    ),
-    "CelebA, cut into classes": ("{train,val}/{female,male}/0.jpg", SPLITS),
     "FFHQ": (
         "images1024x1024/00000/{00000,00001}.png images1024x1024/01000/{01000,01001}.png ffhq-dataset-v2.json",
         "00000, 01000, which number their images",
     ),
     "LSUN as files": ("{bedroom_train,bedroom_val}/{0,1}.webp", SPLITS),
-    "EuroSAT": ("2750/{AnnualCrop,Forest}/0.jpg", ("AnnualCrop", "Forest")),
-    "DTD": (
-        "dtd/images/{banded,dotted}/0.jpg dtd/imdb/imdb.mat dtd/labels/train1.txt",
-        ("banded", "dotted"),
-    ),
-    "ISIC": (
-        "ISIC_2019_Training_Input/{0,1}.jpg ISIC_2019_Training_GroundTruth.csv",
-        LABELS.format(
-            "ISIC_2019_Training_Input", r"ISIC_2019_Training_GroundTruth\.csv"
-        ),
-    ),
     "ISIC, splits": (
         "ISIC2018_Task3_{Training,Test,Validation}_Input/{0,1}.jpg",
         SPLITS,
@@ -163,14 +119,6 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "images_{001,002}/images/{0,1}.png Data_Entry_2017.csv train_val_list.txt",
         "images_001, images_002, which look like images and their labels",
     ),
-    "ChestX-ray14, sample": (
-        "sample/images/{0,1}.png sample_labels.csv",
-        LABELS.format("images", r"sample_labels\.csv"),
-    ),
-    "Chest X-ray, pneumonia": (
-        "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/0.jpeg",
-        SPLITS,
-    ),
     "COVID radiography": (
         "{COVID,Normal}/{images,masks}/0.png COVID.metadata.xlsx",
         "COVID, Normal, which all have the folders images, masks",
@@ -179,7 +127,6 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "train/{cat.0,dog.0}.jpg test1/{1,2}.jpg sampleSubmission.csv",
         SPLITS,
     ),
-    "Kaggle, cats and dogs, train": ("{cat.0,dog.0}.jpg", FLAT),
     "PetImages": (
         "PetImages/{Cat,Dog}/{0,1}.jpg PetImages/{Cat,Dog}/Thumbs.db readme.txt",
         ("Cat", "Dog"),
@@ -188,16 +135,11 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "seg_train/seg_train/{forest,sea}/0.jpg seg_test/seg_test/{forest,sea}/0.jpg seg_pred/seg_pred/0.jpg",
         SPLITS,
     ),
-    "Intel, train": ("seg_train/{forest,sea}/0.jpg", ("forest", "sea")),
     "GTSRB": (
         "Final_{Training,Test}/Images/{00000,00001}/1.png Final_Training/Images/00000/GT-00000.csv",
         SPLITS,
     ),
     "GTSRB on Kaggle": ("{Train,Test,Meta}/{0,1}.png {Train,Test}.csv", SPLITS),
-    "GTSRB, train": (
-        "Images/{00000,00001}/{00000_00000,00000_00001}.png Images/{00000,00001}/GT-.csv",
-        ("00000", "00001"),
-    ),
     "Roboflow, YOLO": (
         "{train,valid,test}/images/0.jpg {train,valid,test}/labels/0.txt data.yaml",
         SPLITS,
@@ -206,22 +148,10 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "{train,valid}/{0,1}.jpg {train,valid}/_annotations.coco.json",
         SPLITS,
     ),
-    "Roboflow, classes in a CSV": (
-        "train/{0,1}.jpg train/_classes.csv",
-        LABELS.format("train", r"train/_classes\.csv"),
-    ),
     "Roboflow, one split": ("{0,1}.jpg _classes.csv", FLAT),
-    "Roboflow, folders": (
-        "{train,valid,test}/{cat,dog}/0.jpg README.roboflow.txt",
-        SPLITS,
-    ),
     "YOLO, by kind": (
         "images/{train,val}/{0,1}.jpg labels/{train,val}/{0,1}.txt",
         SPLITS,
-    ),
-    "YOLO, one split": (
-        "images/{0,1}.jpg labels/{0,1}.txt classes.txt",
-        LABELS.format("images", r"classes\.txt, labels/"),
     ),
     "Cityscapes": (
         "leftImg8bit/{train,val}/{bern,ulm}/0.png gtFine/{train,val}/{bern,ulm}/0.png",
@@ -247,22 +177,10 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "bounding_box_{train,test}/{0,1}.jpg query/0.jpg gt_bbox/0.jpg readme.txt",
         SPLITS,
     ),
-    "VGGFace2": ("{n000001,n000002}/{0001_01,0002_01}.jpg", ("n000001", "n000002")),
-    "VGGFace2, splits": ("data/vggface2_{train,test}/n000001/0.jpg", SPLITS),
-    "LFW": (
-        "lfw/{Aaron_Eckhart,Zoe_Ball}/0001.jpg pairs.txt",
-        ("Aaron_Eckhart", "Zoe_Ball"),
-    ),
     "PlantVillage": (
         "PlantVillage/{color,grayscale,segmented}/{Apple___scab,Tomato___rot}/0.jpg",
         "grayscale, PlantVillage/segmented, which all have the folders Apple___scab, Tomato___rot",
     ),
-    "PlantVillage, color": (
-        "color/{Apple___scab,Tomato___rot}/0.jpg",
-        ("Apple___scab", "Tomato___rot"),
-    ),
-    "RAF-DB": ("DATASET/{train,test}/{1,2}/0.jpg {train,test}_labels.csv", SPLITS),
-    "FER2013": ("{train,test}/{angry,happy}/0.jpg", SPLITS),
     "FER2013 by usage": ("{Training,PublicTest,PrivateTest}/{0,1}/1.png", SPLITS),
     "AffectNet": (
         "{train_set,val_set}/images/{0,1}.jpg train_set/annotations/0_exp.npy",
@@ -272,33 +190,15 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...] | str]] = {
         "train/{0,1}.png train/metadata.jsonl",
         LABELS.format("train", r"train/metadata\.jsonl"),
     ),
-    "imagefolder with metadata, one split": ("{0,1}.png metadata.csv", FLAT),
-    "imagefolder": ("data/{train,test}/{cat,dog}/0.png README.md", SPLITS),
     "Kaggle, labels.csv": (
         "train/{0,1}.jpg labels.csv",
         LABELS.format("train", r"labels\.csv"),
-    ),
-    "Kaggle, train.csv": (
-        "train_images/{0,1}.jpg train.csv",
-        LABELS.format("train_images", r"train\.csv"),
     ),
     "PACS": (
         "{art_painting,photo,sketch}/{dog,horse}/0.jpg",
         "which all have the folders dog, horse",
     ),
-    "Office-31": (
-        "{amazon,dslr}/images/{bike,mug}/0.jpg",
-        "which all have the folders bike, mug",
-    ),
-    "UC Merced": (
-        "UCMerced_LandUse/Images/{airplane,beach}/{0,1}.tif",
-        ("airplane", "beach"),
-    ),
     "horse2zebra": ("{trainA,trainB,testA,testB}/0.jpg", SPLITS),
-    "Carvana": (
-        "{imgs,masks}/{0,1}.png",
-        "imgs, masks, which look like images and their labels",
-    ),
     "a class of XML": (
         "{cat,dog}/0.jpg xml/{0,1}.xml",
         "the folder xml, with 2 .xml and no image",
@@ -355,8 +255,7 @@ def test_a_public_layout_is_read_right_or_refused_by_name(
         if len(expected) == 1:
             assert f"all 2 samples have the class {expected[0]}" in caplog.text
         return
-    with pytest.raises(StoreError, match=expected):
-        len(open_store(root))
+    store_refused(expected, root)
     is_flat = expected == FLAT  # archives name their other layouts too
     for open_archive, name in ((open_store, "a.tar"), (open_source, "a.zip")):
         with pytest.raises(StoreError, match="has no labels" if is_flat else expected):

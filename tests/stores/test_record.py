@@ -10,11 +10,6 @@ from raypipe.stores.record import Metadata
 ONE = Metadata(3, {"image": "binary", "label": "int64"}, ("cat", "dog"), "0123")
 
 
-@pytest.mark.parametrize("metadata", [ONE, Metadata(0, {"image": "binary"}, None, "")])
-def test_what_is_written_is_read(metadata: Metadata) -> None:
-    assert Metadata.from_json(metadata.to_json(), "x") == metadata
-
-
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

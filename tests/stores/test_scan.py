@@ -9,19 +9,7 @@ import pytest
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.filter import matching
-from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.scan import numbers_of
-
-
-def test_a_mixture_has_the_columns_of_all_its_stores() -> None:
-    a, b = (
-        MemoryStore([b""] * len(widths), None, columns={"width": widths})
-        for widths in ([640, -1], [5])
-    )
-    assert numbers_of(
-        JoinedStore({"a": a, "b": b}), "width", "plan.weights"
-    ).tolist() == [640, -1, 5]
 
 
 def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:

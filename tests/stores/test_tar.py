@@ -79,22 +79,15 @@ def test_odd_members_do_not_count(
     assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
 
 
-def header(size: bytes = bytes(12), kind: bytes = b"0", name: str = "a/9.png") -> bytes:
-    """A header that says of its member's size whatever it is told, and whose checksum is right."""
-    block = bytearray(tarfile.TarInfo(name).tobuf())
-    block[124:136], block[156:157], block[148:156] = size, kind, b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
-
-
 def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     make(path, "a/1.png", "a/1.cls", "a/9.cls")
-    num_bytes = 8 << 30
+    member = tarfile.TarInfo("a/9.png")
+    member.size = (8 << 30) - 1
     with path.open("r+b") as file:  # of holes
         file.seek(3072)
-        file.write(header(b"%011o\0" % (num_bytes - 1)))
-        file.truncate(3584 + num_bytes + 1024)
+        file.write(member.tobuf())
+        file.truncate(3584 + (8 << 30) + 1024)
     assert TarStore(path).read(np.arange(2))["image"] == [b"a/1.png", None]
 
 
@@ -114,14 +107,6 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
     assert store.read(np.array([0]))["image"] == [b"a/1.png"]
     with pytest.raises(StoreError, match="has become shorter"):
         store.read(np.array([1]))
-
-
-def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreError,
-        match=r"a\.tar cannot be read as tar: .*No such file.*check the path",
-    ):
-        len(TarStore(tmp_path / "a.tar"))
 
 
 def test_close_closes_the_file(tmp_path: Path) -> None:

@@ -66,11 +66,13 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
         for name in columns
         for first in firsts
     ]
+    indexes = [gzip.compress(table_bytes(*mutant), 1) for mutant in mutants]
+    indexes += [b"", b"junk", indexes[0][:50], b"\x1f\x8b" + bytes(50)]
     whole = path.read_bytes()
     num_scanned = 0
-    for number, mutant in enumerate(mutants):
+    for number, content in enumerate(indexes):
         monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / f"cache-{number}"))
-        index.write_bytes(gzip.compress(table_bytes(*mutant), 1))
+        index.write_bytes(content)
         store = TarStore(path)
         try:
             images = store.read(np.arange(len(store)))["image"]

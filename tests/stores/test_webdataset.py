@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
+from refused import store_refused
 from tars import write_members
 
 from raypipe.errors import StoreError
@@ -111,7 +112,6 @@ def test_labels_are_of_cls_of_another_member_or_of_json(
     ("members", "message"),
     [
         ([("2.cls", b"cat")], r"label 2\.cls must be .*, got b'cat'"),
-        ([("2.cls", b"1.0")], r"label 2\.cls must be .*, got b'1\.0'"),
         ([("2.cls", b"")], r"label 2\.cls must be .*, got b''"),
         ([("2.cls", b"9" * 19)], "must be an integer of 64 bits"),
         ([("2.cls", b"1" + b" " * 100)], "must be an integer of 64 bits"),
@@ -123,7 +123,6 @@ def test_labels_are_of_cls_of_another_member_or_of_json(
         ([], "sample '2' has no label, but others have one"),
         ([("2.json", b"{")], "sample '2' has no label"),
         ([("2.json", b"[" * 100_000)], "sample '2' has no label"),
-        ([("2.json", b"[1]")], "sample '2' has no label"),
         ([("2.cls", b"1"), ("2.cls", b"2")], r"sample '2' has two members \.cls"),
         (
             [("x.jpg", b""), ("2.cls", b"1")],
@@ -149,17 +148,14 @@ def test_a_label_that_is_none_is_one_error(
 def test_a_shard_without_labels_among_others_is_one_error(tmp_path: Path) -> None:
     make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", b"0"))
     make(tmp_path / "b.tar", ("k.jpg", b"x"), ("k.txt", b"0"))
-    with pytest.raises(
-        StoreError,
-        match=r"b\.tar: sample 'k' has no label, but samples of other shards have one",
-    ):
-        len(open_store(tmp_path))
+    store_refused(
+        r"b\.tar: sample 'k' has no label, but samples of other shards have one",
+        tmp_path,
+    )
     make(tmp_path / "b.tar", ("class/k.jpg", b"x"))
-    with pytest.raises(
-        StoreError,
-        match=r"a\.tar is a tar of WebDataset, but .*b\.tar has class folders",
-    ):
-        len(open_store(tmp_path))
+    store_refused(
+        r"a\.tar is a tar of WebDataset, but .*b\.tar has class folders", tmp_path
+    )
     with pytest.raises(StoreError, match=r"a\.tar: sample 'class/k' has no label"):
         len(
             make(

@@ -95,14 +95,6 @@ def test_a_window_is_fetched_while_the_one_before_is_made(store: KeepingStore) -
     assert store.threads == {"raypipe-read-ahead"}
 
 
-def test_an_error_is_left_to_who_needs_the_samples(store: KeepingStore) -> None:
-    plan = plan_of(store)
-    ahead = ahead_of(store, plan)
-    store.is_broken = True
-    begin(ahead, next(plan.micro_batches(plan.start())))
-    assert store.threads and not store.fetched
-
-
 def test_on_one_machine_actors_read_the_groups_that_it_keeps() -> None:
     keeping, others = KeepingStore(), MemoryStore([b"jpeg"] * 8, [0] * 8, group_size=4)
     for store, reads_apart in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from image_files import saved
 from micro_batches import EncodedSample, MicroBatchTransform
 from PIL import Image
 
@@ -26,12 +26,6 @@ from raypipe.transform.decode import jpeg
 from raypipe.transform.sample_maker import SampleMaker
 
 RNG = np.random.default_rng(11)
-
-
-def saved(pixels: np.ndarray, kind: str, mode: str = "RGB", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(out, kind, **options)
-    return out.getvalue()
 
 
 def pixels(height: int, width: int) -> np.ndarray:

@@ -14,7 +14,6 @@ from raypipe.errors import ConfigError
 from raypipe.transform.encoded_map import (
     DATA,
     MAP,
-    axis_columns,
     box_of_map,
     sides_of_map,
 )
@@ -54,16 +53,6 @@ def test_crops_are_those_of_the_cpu_road() -> None:
         top, left, height, width = params[row, 1:5].tolist()
         assert box_of_map(of_map) == (top, left, top + height, left + width)
         assert sides_of_map(of_map) == tuple(sizes[row])
-
-
-def test_padding_has_the_size_of_the_others() -> None:
-    maps = encoded(IMAGES[:1], [{"Resize": {"height": 30, "width": 40}}], padding=2)[
-        MAP
-    ]
-    sides = [
-        maps[:, axis_columns(maps.shape[1], axis).stop - 1].tolist() for axis in (0, 1)
-    ]
-    assert sides == [[30] * 3, [40] * 3]
 
 
 @pytest.mark.parametrize(

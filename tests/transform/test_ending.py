@@ -147,14 +147,6 @@ def test_steps_that_change_no_values_are_left_out(pipeline: Any) -> None:
             "ToDtype stands before RandomErasing",
         ),
         (
-            OLD.Compose([OLD.ToTensor(), OLD.RandomErasing(p=1)]),
-            "ToTensor stands before RandomErasing",
-        ),
-        (
-            A.Compose([A.Normalize(), A.HorizontalFlip(), ToTensorV2()]),
-            "Normalize stands before HorizontalFlip",
-        ),
-        (
             A.Compose([A.Normalize(normalization="image"), ToTensorV2()]),
             "by chance, or depends",
         ),

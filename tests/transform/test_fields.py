@@ -15,7 +15,6 @@ from raypipe.transform.fields import (
     Ragged,
     Rows,
     images_in,
-    learn,
 )
 
 ALL = slice(None)
@@ -75,29 +74,6 @@ def unpacked(batch: MicroBatch, name: str) -> list[Any]:
 # Rows
 
 
-def test_each_field_has_the_values_of_its_samples_in_order() -> None:
-    batch = filled(fields(), 1, 2)
-    assert list(batch.fields) == list(fields())
-    assert batch["image"].shape == (2, 2, 3, 3) and batch["image"][
-        :, 0, 0, 0
-    ].tolist() == [1, 2]
-    assert batch["boxes"].tolist() == [
-        [[1, 1], [0, -1], [0, -1]],
-        [[2, 2], [0, -1], [0, -1]],
-    ]
-    assert batch["label"].tolist() == [1, 2] and batch["column.score"].tolist() == [
-        1,
-        2,
-    ]
-    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [[0], [0, 1]]
-    assert unpacked(batch, "column.text") == ["é", "éé"] and unpacked(
-        batch, "column.raw"
-    ) == [b"\1", b"\2\2"]
-    assert unpacked(batch, "column.meta") == [{"number": 1}, {"number": 2}]
-    assert batch.index.tolist() == [11, 12] and batch.index.dtype == np.int64
-    assert batch.weight.tolist() == [1, 1] and batch.weight.dtype == np.float32
-
-
 def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
     rows = Rows(fields(), 3)
     rows.learn(sample(3))
@@ -133,19 +109,7 @@ def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> Non
     )
 
 
-# The memory of a block
-
-
 # Learning
-
-
-def test_a_sample_shows_the_shapes_that_nobody_knew_and_changes_no_others() -> None:
-    known = fields()
-    learn(known, sample(1))
-    assert known["image"] == Field("array", "uint8", (2, 3, 3))
-    assert {**known, "image": Field()} == fields()
-    learn(known, {**sample(1), "image": np.zeros((9, 9, 3), np.float32)})
-    assert known["image"] == Field("array", "uint8", (2, 3, 3))
 
 
 def test_a_function_of_views_shows_them_by_its_first_sample() -> None:

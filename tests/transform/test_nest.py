@@ -100,10 +100,8 @@ def image(number: int, side: int = 300) -> torch.Tensor:
         lambda i: {"label": i, "image": image(i)},
         lambda i: {"image": image(i), "depth": np.float64(i), "name": str(i)},
         lambda i: [image(i), image(i + 1), (image(i, side=4), 0.5)],
-        lambda i: image(i).permute(1, 2, 0),
         lambda i: image(i, side=300 + i // 8),  # others in each micro-batch
         lambda i: torch.full((400, 200), i / 3, dtype=torch.bfloat16),
-        lambda i: torch.full((9, 9), i, dtype=torch.complex64),
         lambda i: torch.ones(500, 500).mul(i).requires_grad_(),
         lambda i: np.full((200, 900), i, np.int64),
         lambda i: (torch.zeros(0, 3), torch.tensor(i)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -50,18 +50,10 @@ def test_memory_is_not_used_again_as_long_as_a_view_is_there() -> None:
 
 
 def test_threads_never_get_the_same_memory() -> None:
-    wrong: list[int] = []
+    def is_kept(mark: int) -> bool:
+        array = reused_memory(1 << 20)
+        array[::4096] = mark
+        return bool((array[::4096] == mark).all())
 
-    def use(mark: int) -> None:
-        for _ in range(200):
-            array = reused_memory(1 << 20)
-            array[::4096] = mark
-            if not (array[::4096] == mark).all():
-                wrong.append(mark)
-
-    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_kept, [*range(8)] * 100))

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from micro_batches import EncodedSample, each
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.samples import NO_LABEL, read_samples
@@ -23,19 +23,6 @@ class Watched(MemoryStore):
     def read(self, indices: np.ndarray, columns: Any) -> Columns:
         self.read_of = indices.tolist(), tuple(columns)
         return super().read(indices, columns)
-
-
-def test_samples_come_in_the_asked_order_with_the_stores_columns() -> None:
-    store = MemoryStore([b"a", b"b"], [3, 4], columns=TARGETS)
-    found = read_samples(
-        store, np.array([1, 0, 1]), ("image", "label", "objects", "seg")
-    )
-    b = EncodedSample(b"b", 4, {"objects": [], "seg": b"m1"})
-    assert each(found) == [
-        b,
-        EncodedSample(b"a", 3, {"objects": [[0, 0, 1, 1, 2]], "seg": b"m0"}),
-        b,
-    ]
 
 
 def test_labels_are_0_and_are_not_read_where_they_are_not_wanted() -> None:
@@ -91,10 +78,3 @@ def test_labels_that_are_no_classes_end_the_run_with_their_type(
         match=rf"labels of {kind}.*, which are not classes: name",
     ):
         read_samples(store, np.arange(2))
-
-
-def test_a_column_that_the_store_lacks_is_an_error() -> None:
-    with pytest.raises(StoreError, match="has no column 'other'"):
-        read_samples(
-            MemoryStore([b"a"], [0]), np.arange(1), ("image", "label", "other")
-        )

@@ -339,11 +339,6 @@ def test_targets_that_do_not_fit_a_turned_photo_say_so() -> None:
 # Settings
 
 
-def test_without_targets_there_are_none() -> None:
-    assert set(one(None, SCENES[0], (1, 2), columns={})) == {"image", "label"}
-    assert set(run(both(None, {}), SCENES[:2], KEYS)[0].fields) == {"image", "label"}
-
-
 def test_a_number_of_targets_below_one_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"transform\.targets\['max'\] must be .*at least 1"

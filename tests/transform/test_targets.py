@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import struct
+import zlib
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from image_files import png_chunk
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -92,24 +95,9 @@ def test_all_256_values_stay_as_they_are(mode: str) -> None:
 
 def gray_of_bits(bits: int) -> bytes:
     """A PNG of one row of 8 pixels, grayscale of `bits` bits; Pillow cannot write it."""
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data))
-            + kind
-            + data
-            + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + chunk(b"IDAT", zlib.compress(b"\0" + bytes(bits)))
-        + chunk(b"IEND", b"")
-    )
+    header = png_chunk("IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0))
+    row = png_chunk("IDAT", zlib.compress(b"\0" + bytes(bits)))
+    return b"\x89PNG\r\n\x1a\n" + header + row + png_chunk("IEND", b"")
 
 
 @pytest.mark.parametrize(
@@ -218,11 +206,9 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
             box(0, 0, np.nan, 5),
             r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite",
         ),
-        (box(0, 0, 5, 5, label=np.inf), "is not finite"),
         (json.dumps(box(0, 0, np.nan, 5)), "is not finite"),
         ([[1, 2, 3, None, 5]], "the boxes are not numbers"),
         (box(5, 0, 5, 5), r"box 1 of 2, \[5.0, 0.0, 5.0, 5.0, 1.0\], is empty"),
-        (box(0, 6, 5, 5), "is empty"),
         (box(-0.9, 0, -0.1, 5), "is empty"),
         (
             box(0, 0, 31.5, 5),
@@ -235,16 +221,10 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
             "a label that is not a whole number from 0 to 16777216",
         ),
         (
-            box(0, 0, 5, 5, label=0.5),
-            "a label that is not a whole number from 0 to 16777216",
-        ),
-        (
             box(0, 0, 5, 5, label=2**24 + 1),
             "a label that is not a whole number from 0 to 16777216",
         ),
         ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): they must be five to a box"),
-        ([[0, 0, 5, 5]] * 5, r"numbers of shape \(5, 4\)"),
-        ([0, 0, 5, 5, 1, 2], r"numbers of shape \(6,\)"),
         ([[[0, 0, 5, 5, 1]]], r"numbers of shape \(1, 1, 5\)"),
         ("7", r"numbers of shape \(\)"),
         ([[0, 0, 5, 5, 1], [0, 0]], "the boxes are not numbers"),
@@ -253,7 +233,6 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
         ("[" * 100_000, "the boxes are not numbers"),
         (b"[" * 100_000 + b"]", "the boxes are not numbers"),
         (b"\0\0\0", "the boxes are not numbers"),
-        (b"\0\0\0\0", r"numbers of shape \(1,\)"),
         (object(), "the boxes are not numbers"),
         ('[["0", "0", "5", "5", "1"]]', "the boxes are not numbers"),
     ],
@@ -327,10 +306,6 @@ def test_another_format_of_boxes_is_refused() -> None:
         target_pipeline(pipeline, ["boxes"])
 
 
-def test_none_stays_none() -> None:
-    assert target_pipeline(None, ["boxes"]) is None
-
-
 # Keypoints
 
 
@@ -357,13 +332,11 @@ def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside(value: Any) -> No
             [1, 2, 3, 4],
             r"numbers of shape \(4,\): they must be three to a keypoint, \[x, y, label\]",
         ),
-        ([[1, 2, 0, 0]] * 3, "three to a keypoint"),
         ([1, float("nan"), 0], "keypoint 0 of 1, .*, is not finite"),
         (
             [0, 0, 0, 1, 1, -1],
             "keypoint 1 of 2, .*, has a label that is not a whole number from 0 to 16777216",
         ),
-        ([0, 0, 0.5], "has a label"),
         (
             [0, 0, 2**24 + 1],
             "has a label that is not a whole number from 0 to 16777216",

@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.transform.decode import array as arrays
 from raypipe.transform.decode.rgb import decode
-from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.transform_steps import brief
@@ -137,7 +137,7 @@ def test_presets_have_the_crops_of_their_papers() -> None:
     assert names[1] == [*names[0], "Solarize"] and names[0][-1] == "GaussianBlur"
     assert [each.steps[4].p for each in built["global"].transforms] == [1.0, 0.1]
     for preset in VIEW_PRESETS:
-        check_transform(preset, 64)
+        build_transform(preset, 64)
 
 
 def test_settings_say_the_same_in_yaml_and_in_python() -> None:
@@ -184,7 +184,7 @@ def test_settings_that_are_wrong_are_refused_before_anything_starts(
     transform: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_transform(transform, 16)
+        build_transform(transform, 16)
 
 
 def pair(image: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from refused import source_refused, source_rows
 from torch.utils.data import TensorDataset
 
-from raypipe.errors import StoreError
-from raypipe.stores.sources import Asked, open_source
+from raypipe.stores.sources import open_source
 
 NUM = 12
 PIXELS = np.random.default_rng(0).integers(0, 256, (NUM, 6, 5, 3), np.uint8)
@@ -46,16 +44,6 @@ Write = Callable[[Path, dict[str, Any]], Path]
 each_format = pytest.mark.parametrize("write", [write_hdf5, write_npz, write_pt])
 
 
-def rows_of(
-    address: str | Path, image: str = "image", label: str = "label"
-) -> list[dict[str, Any]]:
-    source = open_source(address, Asked(image, label))
-    assert source is not None
-    rows = list(source.samples)
-    assert source.num_samples == len(rows)
-    return rows
-
-
 def check(rows: list[dict[str, Any]], pixels: np.ndarray = PIXELS) -> None:
     assert all(
         np.array_equal(row["image"], each)
@@ -72,7 +60,7 @@ def check(rows: list[dict[str, Any]], pixels: np.ndarray = PIXELS) -> None:
 def test_the_usual_names_are_found(
     tmp_path: Path, write: Write, image: str, label: str
 ) -> None:
-    check(rows_of(write(tmp_path / "a", {image: PIXELS, label: LABELS})))
+    check(source_rows(write(tmp_path / "a", {image: PIXELS, label: LABELS})))
 
 
 @each_format
@@ -83,9 +71,9 @@ def test_channels_may_come_first_and_labels_in_a_column(
         "x": np.ascontiguousarray(PIXELS.transpose(0, 3, 1, 2)),
         "y": LABELS[:, None],
     }
-    check(rows_of(write(tmp_path / "a", arrays)))
+    check(source_rows(write(tmp_path / "a", arrays)))
     grey = {"x": np.ascontiguousarray(PIXELS[..., 0]), "y": LABELS}
-    check(rows_of(write(tmp_path / "b", grey)), PIXELS[..., 0])
+    check(source_rows(write(tmp_path / "b", grey)), PIXELS[..., 0])
 
 
 @each_format
@@ -116,16 +104,11 @@ def test_several_that_may_be_the_images_are_listed(
         "y_test": LABELS[:2],
     }
     address = write(tmp_path / "a", splits)
-    with pytest.raises(
-        StoreError,
-        match=r"several .* set store\.image_column; its .*x_test \(uint8 \(2, 6, ",
-    ):
-        open_source(address)
-    assert [row["label"] for row in rows_of(address, "x_test")] == [0, 1]
-    with pytest.raises(
-        StoreError, match=r"has no .* 'z' for image_column; its .*x_train"
-    ):
-        open_source(address, Asked("z"))
+    source_refused(
+        r"several .* set store\.image_column; its .*x_test \(uint8 \(2, 6, ", address
+    )
+    assert [row["label"] for row in source_rows(address, "x_test")] == [0, 1]
+    source_refused(r"has no .* 'z' for image_column; its .*x_train", address, "z")
 
 
 @each_format
@@ -149,13 +132,12 @@ def test_several_that_may_be_the_images_are_listed(
 def test_arrays_that_are_no_images_or_labels(
     tmp_path: Path, write: Write, pixels: np.ndarray, labels: np.ndarray, message: str
 ) -> None:
-    with pytest.raises(StoreError, match=message):
-        open_source(write(tmp_path / "a", {"x": pixels, "y": labels}))
+    source_refused(message, write(tmp_path / "a", {"x": pixels, "y": labels}))
 
 
 def test_labels_of_several_numbers_are_arrays(tmp_path: Path) -> None:
     one_hot = np.eye(4, dtype=np.float32)[LABELS]
-    rows = rows_of(write_npz(tmp_path / "a", {"x": PIXELS, "y": one_hot}))
+    rows = source_rows(write_npz(tmp_path / "a", {"x": PIXELS, "y": one_hot}))
     assert rows[2]["label"].tolist() == [0, 0, 1, 0]
 
 
@@ -173,12 +155,12 @@ def test_hdf5_of_encoded_images_in_all_ways(tmp_path: Path) -> None:
             vlen[number] = np.frombuffer(image, np.uint8)
         file["names"] = [f"ä{i}" for i in range(NUM)]
     assert [
-        row["image"] for row in rows_of(tmp_path / "a.h5", "group/images")
+        row["image"] for row in source_rows(tmp_path / "a.h5", "group/images")
     ] == images
-    rows = rows_of(tmp_path / "a.h5", "fixed", "labels")
+    rows = source_rows(tmp_path / "a.h5", "fixed", "labels")
     assert [row["image"] for row in rows] == images and rows[3]["names"] == "ä3"
     assert [
-        row["image"].rstrip(b"\0") for row in rows_of(tmp_path / "a.h5", "void")
+        row["image"].rstrip(b"\0") for row in source_rows(tmp_path / "a.h5", "void")
     ] == images
 
 
@@ -189,13 +171,11 @@ def test_hdf5_follows_nothing_out_of_its_file(tmp_path: Path) -> None:
         layout = h5py.VirtualLayout(PIXELS.shape, np.uint8)
         layout[:] = h5py.VirtualSource(tmp_path / "other.h5", "x", PIXELS.shape)
         file.create_virtual_dataset("v", layout)
-    with pytest.raises(
-        StoreError,
-        match=r"no data set .image. for image_column; its .* are v \(in other files",
-    ):
-        open_source(tmp_path / "a.h5")
-    with pytest.raises(StoreError, match="'v' is in other files"):
-        open_source(tmp_path / "a.h5", Asked("v"))
+    source_refused(
+        r"no data set .image. for image_column; its .* are v \(in other files",
+        tmp_path / "a.h5",
+    )
+    source_refused("'v' is in other files", tmp_path / "a.h5", "v")
 
 
 # Pickles
@@ -204,41 +184,29 @@ def test_hdf5_follows_nothing_out_of_its_file(tmp_path: Path) -> None:
 def test_npz_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     objects = np.array([b"a", None] * 6, object)
     np.savez(tmp_path / "a.npz", images=objects, pixels=PIXELS, y=LABELS)
-    with pytest.raises(StoreError, match=r"'images' is a pickle \(12,\)"):
-        open_source(tmp_path / "a.npz", Asked("images"))
-    assert len(rows_of(tmp_path / "a.npz", "pixels")) == NUM
-
-
-def test_npz_members_declare_no_more_than_they_have(tmp_path: Path) -> None:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "|u1", "fortran_order": False, "shape": (9**9, 9, 9)}
-    )
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("x.npy", header.getvalue() + b"123")
-    with pytest.raises(StoreError, match="truncated in row 0"):
-        list(open_source(tmp_path / "a.npz").samples)  # type: ignore[union-attr]
+    source_refused(r"'images' is a pickle \(12,\)", tmp_path / "a.npz", "images")
+    assert len(source_rows(tmp_path / "a.npz", "pixels")) == NUM
 
 
 def test_pt_of_a_pair_and_of_one_tensor(tmp_path: Path) -> None:
     torch.save(
         (torch.from_numpy(PIXELS), torch.from_numpy(LABELS)), tmp_path / "pair.pt"
     )
-    check(rows_of(tmp_path / "pair.pt"))
+    check(source_rows(tmp_path / "pair.pt"))
     torch.save(
         torch.from_numpy(PIXELS),
         tmp_path / "one.pt",
         _use_new_zipfile_serialization=False,
     )
-    assert [row.keys() for row in rows_of(tmp_path / "one.pt")] == [{"image"}] * NUM
+    assert [row.keys() for row in source_rows(tmp_path / "one.pt")] == [{"image"}] * NUM
 
 
 def test_pt_of_anything_else_runs_no_code(tmp_path: Path) -> None:
     torch.save([1, 2, 3], tmp_path / "list.pt")
-    with pytest.raises(
-        StoreError, match="has a list; raypipe takes a dict of tensors, a pair"
-    ):
-        open_source(tmp_path / "list.pt")
+    source_refused(
+        "has a list; raypipe takes a dict of tensors, a pair", tmp_path / "list.pt"
+    )
     torch.save(TensorDataset(torch.from_numpy(PIXELS)), tmp_path / "object.pt")
-    with pytest.raises(StoreError, match=r"object\.pt cannot be read: UnpicklingError"):
-        open_source(tmp_path / "object.pt")
+    source_refused(
+        r"object\.pt cannot be read: UnpicklingError", tmp_path / "object.pt"
+    )

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refused import source_refused, source_rows
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError
 from raypipe.stores import open_store
 from raypipe.stores.kinds import kind_of
 from raypipe.stores.sources import Asked, open_source
@@ -20,16 +21,6 @@ from raypipe.stores.sources.shards import values_of
 
 DATA = Path(__file__).parents[1] / "data"
 JPEGS = json.loads((DATA / "jpegs.json").read_text())
-
-
-def rows_of(
-    address: str | Path, image: str = "image", label: str = "label"
-) -> list[dict[str, Any]]:
-    source = open_source(address, Asked(image, label))
-    assert source is not None
-    rows = list(source.samples)
-    assert source.num_samples in (None, len(rows))
-    return rows
 
 
 def hashes(rows: list[dict[str, Any]]) -> list[str]:
@@ -52,7 +43,7 @@ def hashes(rows: list[dict[str, Any]]) -> list[str]:
 def test_files_of_their_own_libraries_give_the_same_images(
     name: str, kind: str
 ) -> None:
-    rows = rows_of(DATA / name)
+    rows = source_rows(DATA / name)
     assert kind_of(str(DATA / name)) == kind
     assert hashes(rows) == JPEGS
     first_label = 1 if kind == "TFRecord" else 0
@@ -100,10 +91,9 @@ def test_a_missing_library_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     (tmp_path / "a.h5").write_bytes(b"")
-    with pytest.raises(
-        StoreError, match=r"HDF5 needs h5py: pip install 'raypipe-data\[sources\]'"
-    ):
-        open_source(tmp_path / "a.h5")
+    source_refused(
+        r"HDF5 needs h5py: pip install 'raypipe-data\[sources\]'", tmp_path / "a.h5"
+    )
 
 
 # A user's own
@@ -126,11 +116,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_function_of_the_user_gives_samples_and_class_names() -> None:
     source = open_source("own_samples:two")
     assert source is not None and source.classes == ("cat", "dog")
-    assert rows_of("own_samples:two") == [
+    assert source_rows("own_samples:two") == [
         {"image": b"x", "label": 1},
         {"image": b"y", "label": 0},
     ]
-    assert rows_of("own_samples:two", label="") == [{"image": b"x"}, {"image": b"y"}]
+    assert source_rows("own_samples:two", label="") == [
+        {"image": b"x"},
+        {"image": b"y"},
+    ]
 
 
 @pytest.mark.usefixtures("module")
@@ -152,7 +145,7 @@ def test_a_function_that_gives_no_samples(name: str, message: str) -> None:
 def test_mds_values_of_all_encodings_but_pickles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    row = rows_of(DATA / "mds")[3]
+    row = source_rows(DATA / "mds")[3]
     found = {
         name: row[name] for name in ("label", "name", "score", "size", "meta", "big")
     }
@@ -174,7 +167,7 @@ def test_mds_values_of_all_encodings_but_pickles(
 
 
 def test_litdata_values_of_all_encodings_but_pickles() -> None:
-    row = rows_of(DATA / "litdata")[3]
+    row = source_rows(DATA / "litdata")[3]
     assert {name: row[name] for name in ("name", "score", "even")} == {
         "name": "ä3",
         "score": 0.75,
@@ -190,11 +183,12 @@ def test_litdata_values_of_all_encodings_but_pickles() -> None:
 
 @pytest.mark.parametrize("name", ["mds", "litdata"])
 def test_a_pickle_is_no_label(name: str) -> None:
-    with pytest.raises(
-        StoreError,
-        match=r"'secret' is a pickle, which may run a program, which raypipe does not",
-    ):
-        open_source(DATA / name, Asked("image", "secret"))
+    source_refused(
+        r"'secret' is a pickle, which may run a program, which raypipe does not",
+        DATA / name,
+        "image",
+        "secret",
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,10 +200,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, name: str) -> None:
         (tmp_path / file.name).write_bytes(
             content if file.name == "index.json" else content[:-40]
         )
-    with pytest.raises(
-        StoreError, match=r"(shard\.00000|chunk-0-0)\S* .*copy it again"
-    ):
-        rows_of(tmp_path)
+    source_refused(r"(shard\.00000|chunk-0-0)\S* .*copy it again", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mds", "litdata"])
@@ -219,10 +210,7 @@ def test_an_index_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> Non
         index = index.replace(f'"{shard}"', f'"../{name}/{shard}"')
     (tmp_path / "index.json").write_text(index)
     (tmp_path / "shard.00001.mds").write_bytes(b"")
-    with pytest.raises(
-        StoreError, match=r"names '\.\./\S+', which is not a file in this folder"
-    ):
-        rows_of(tmp_path)
+    source_refused(r"names '\.\./\S+', which is not a file in this folder", tmp_path)
 
 
 def test_arrow_has_class_names_and_all_columns() -> None:
@@ -235,10 +223,7 @@ def test_a_dataset_dict_asks_for_a_split(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for split in ("test", "train"):
         (tmp_path / split).mkdir()
-    with pytest.raises(
-        StoreError, match=rf"has the splits test, train\. .*{tmp_path}/test"
-    ):
-        open_source(tmp_path)
+    source_refused(rf"has the splits test, train\. .*{tmp_path}/test", tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["jpeg_array", "list[jpeg]", "jpeg"])

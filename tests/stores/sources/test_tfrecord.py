@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refused import source_refused, source_rows
 
-from raypipe.errors import StoreError
-from raypipe.stores.sources import Asked, open_source, tfrecord
+from raypipe.stores.sources import open_source, tfrecord
 from raypipe.stores.sources.tfrecord import _checksum, _example
 
 DATA = Path(__file__).parents[1] / "data"
@@ -45,17 +45,9 @@ def write(path: Path, *records: bytes) -> Path:
     return path
 
 
-def rows_of(
-    address: str | Path, image: str = "image", label: str = "label"
-) -> list[dict[str, Any]]:
-    source = open_source(address, Asked(image, label))
-    assert source is not None
-    return list(source.samples)
-
-
 def test_imagenet_as_tensorflow_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
     expected = json.loads((DATA / "tensorflow-train.json").read_text())
-    rows = rows_of(DATA / "tensorflow-train.tfrecord")
+    rows = source_rows(DATA / "tensorflow-train.tfrecord")
     found = [
         {"sha256": hashlib.sha256(row["image"]).hexdigest(), "label": row["label"]}
         for row in rows
@@ -82,7 +74,7 @@ def test_gzip_and_several_files_in_the_order_of_names(tmp_path: Path) -> None:
         f"{tmp_path}/d-train*",
         f"{tmp_path}/d-train.tfrecord-{{00000..00002}}-of-00003",
     ):
-        assert [row["image"] for row in rows_of(address)] == expected
+        assert [row["image"] for row in source_rows(address)] == expected
 
 
 def test_class_names_of_tensorflow_datasets(tmp_path: Path) -> None:
@@ -102,7 +94,7 @@ def test_features_become_columns_by_their_first_values(tmp_path: Path) -> None:
         masks=[b"\x80", b"\x81"],
     )
     second = example(image=b"\xfe", label=0, text=b"b", many=[], mask=b"\x81")
-    rows = rows_of(write(tmp_path / "a.tfrecord", first, second))
+    rows = source_rows(write(tmp_path / "a.tfrecord", first, second))
     assert rows == [
         {
             "image": b"\xff",
@@ -120,13 +112,11 @@ def test_other_names_of_image_and_label(tmp_path: Path) -> None:
         tmp_path / "a.tfrecord",
         example(image=b"x", img__raw=b"y", label=1, fine__label=2),
     )
-    assert rows_of(file, "img/raw", "fine/label") == [{"image": b"y", "label": 2}]
-    assert rows_of(file, label="")[0].keys() == {"image", "fine/label", "img/raw"}
-    with pytest.raises(
-        StoreError,
-        match=r"a\.tfrecord has no column 'img' for image_column; .*fine/label",
-    ):
-        rows_of(file, "img")
+    assert source_rows(file, "img/raw", "fine/label") == [{"image": b"y", "label": 2}]
+    assert source_rows(file, label="")[0].keys() == {"image", "fine/label", "img/raw"}
+    source_refused(
+        r"a\.tfrecord has no column 'img' for image_column; .*fine/label", file, "img"
+    )
 
 
 def test_a_feature_that_becomes_several_values_is_named(
@@ -134,11 +124,10 @@ def test_a_feature_that_becomes_several_values_is_named(
 ) -> None:
     monkeypatch.setattr(tfrecord, "_PROBED_BYTES", 0)
     records = [example(image=b"x", label=1)] * 64 + [example(image=b"x", label=[1, 2])]
-    with pytest.raises(
-        StoreError,
-        match=r"record 64: the feature 'label' was numbers, one in each .*: 2 values",
-    ):
-        rows_of(write(tmp_path / "a.tfrecord", *records))
+    source_refused(
+        r"record 64: the feature 'label' was numbers, one in each .*: 2 values",
+        write(tmp_path / "a.tfrecord", *records),
+    )
 
 
 def test_a_damaged_record_is_a_sample_without_an_image(
@@ -150,7 +139,7 @@ def test_a_damaged_record_is_a_sample_without_an_image(
     content = bytearray(file.read_bytes())
     content[content.index(b"image", len(content) // 3 + 20)] ^= 1
     file.write_bytes(content)
-    rows = rows_of(file)
+    rows = source_rows(file)
     assert [row.get("label") for row in rows] == [0, None, 2] and rows[1] == {
         "image": None
     }
@@ -163,22 +152,21 @@ def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / "a.tfrecord").write_bytes(
         framed(example(image=b"x")) + header + b"x" * 100
     )
-    with pytest.raises(
-        StoreError, match="is truncated in record 1, of 419430400 bytes"
-    ):
-        rows_of(tmp_path / "a.tfrecord")
+    source_refused(
+        "is truncated in record 1, of 419430400 bytes", tmp_path / "a.tfrecord"
+    )
 
 
 @pytest.mark.parametrize("name", ["class", "image__label", "target", "cls"])
 def test_usual_names_of_labels_are_found(tmp_path: Path, name: str) -> None:
-    rows = rows_of(write(tmp_path / "a.tfrecord", example(image=b"x", **{name: 3})))
+    rows = source_rows(write(tmp_path / "a.tfrecord", example(image=b"x", **{name: 3})))
     assert rows == [{"image": b"x", "label": 3}]
 
 
 def test_a_feature_that_begins_late_is_a_column(tmp_path: Path) -> None:
     late = example(image=b"x", label=1, text=b"a", score=2)
     file = write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 99, late)
-    rows = rows_of(file)
+    rows = source_rows(file)
     assert [row["text"] for row in rows] == [None] * 99 + ["a"]
     assert math.isnan(rows[0]["score"]) and rows[-1]["score"] == 2.0
 
@@ -188,7 +176,7 @@ def test_a_feature_that_begins_too_late_is_said(
 ) -> None:
     monkeypatch.setattr(tfrecord, "_PROBED_BYTES", 0)
     late = example(image=b"x", label=1, text=b"a")
-    rows = rows_of(
+    rows = source_rows(
         write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 64, late, late)
     )
     assert len(rows) == 66 and "text" not in rows[-1]
@@ -201,13 +189,13 @@ def test_raw_pixels_are_images_by_their_height_and_width(
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (10, 12, channels), np.uint8)
     record = example(image_raw=pixels.tobytes(), height=10, width=12, label=1)
-    (row,) = rows_of(write(tmp_path / "a.tfrecord", record))
+    (row,) = source_rows(write(tmp_path / "a.tfrecord", record))
     assert (row["image"] == pixels).all()
 
 
 def test_raw_pixels_of_unknown_sides_are_refused(tmp_path: Path) -> None:
     record = example(image_raw=bytes(range(256)) * 12, label=1)
-    with pytest.raises(
-        StoreError, match="'image_raw' has 3,072 bytes in each record, a"
-    ):
-        rows_of(write(tmp_path / "a.tfrecord", record))
+    source_refused(
+        "'image_raw' has 3,072 bytes in each record, a",
+        write(tmp_path / "a.tfrecord", record),
+    )

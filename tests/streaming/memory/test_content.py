@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +169,3 @@ def test_keys_of_samples_count_only_where_a_step_is_random() -> None:
     assert first("center", seed=9) == [fixed, fixed]
     once, twice = first("light")
     assert once != twice
-
-
-def test_processes_agree_on_a_key() -> None:
-    code = "import test_content as t; print([k.hex() for k in t.keys(t.contents())])"
-    path = ":".join(sys.path)
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONPATH": path, "PYTHONHASHSEED": seed, "HOME": "/nonexistent"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert outputs[0] == outputs[1] == f"{[key.hex() for key in keys(contents())]}\n"

@@ -6,11 +6,10 @@ JPEGs are in test_jpeg_header.py; limits of all kinds in test_rgb.py.
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
+from image_files import png_chunk, saved
 from PIL import Image, ImageOps, PngImagePlugin
 
 from raypipe.errors import SampleError
@@ -37,18 +36,6 @@ METADATA = [
 METADATA += ["bKGD", "hIST", "sPLT", "acTL", "fcTL", "fdAT"]
 
 
-def chunk(kind: str, body: bytes, checksum: int | None = None) -> bytes:
-    named = kind.encode() + body
-    crc = zlib.crc32(named) if checksum is None else checksum
-    return struct.pack(">I", len(body)) + named + struct.pack(">I", crc)
-
-
-def saved(image: np.ndarray, mode: str | None = None, **options: object) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(image, mode).save(out, "PNG", **options)
-    return out.getvalue()
-
-
 def with_chunk(png: bytes, extra: bytes, behind: bool = False) -> bytes:
     """Behind the header, or behind the pixels."""
     at = len(png) - 12 if behind else 33
@@ -68,9 +55,9 @@ def all_ways(png: bytes) -> list[np.ndarray]:
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("kind", METADATA)
 def test_broken_metadata_spoils_no_png(kind: str, behind: bool) -> None:
-    png, mask = saved(PIXELS), saved(MASK)
+    png, mask = saved(PIXELS, "PNG"), saved(MASK, "PNG")
     for body in (b"", b"garbage", bytes(40), b"XML:com.adobe.xmp\0\0\0\0\0garbage"):
-        for broken in (chunk(kind, body), chunk(kind, body, checksum=1)):
+        for broken in (png_chunk(kind, body), png_chunk(kind, body, checksum=1)):
             for image in all_ways(with_chunk(png, broken, behind)):
                 assert np.array_equal(image, PIXELS)
             assert np.array_equal(
@@ -82,11 +69,11 @@ def test_broken_metadata_spoils_no_png(kind: str, behind: bool) -> None:
     "kind", ["IDAT", "PLTE", "tRNS", "IEND", "iDAT", "pLTE", "ABCD", "xyZw"]
 )
 def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
-    png = with_chunk(saved(PIXELS), chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    png = with_chunk(saved(PIXELS, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
     for decoder in (decode, decode_array):
         with pytest.raises(SampleError, match="checksum"):
             decoder(png)
-    mask = with_chunk(saved(MASK), chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    mask = with_chunk(saved(MASK, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
     with pytest.raises(SampleError, match="checksum"):
         decode_mask(mask, MASK.shape)
 
@@ -124,9 +111,9 @@ def test_metadata_turns_an_image_as_pillow_turns_it(
     exif = Image.Exif()
     exif[0x0112] = orientation
     body = exif.tobytes()[6:]
-    png = saved(PIXELS)
+    png = saved(PIXELS, "PNG")
     if form.startswith("eXIf"):
-        png = with_chunk(png, chunk("eXIf", body), behind="behind" in form)
+        png = with_chunk(png, png_chunk("eXIf", body), behind="behind" in form)
     elif form == "WebP":
         out = io.BytesIO()
         Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=exif.tobytes())
@@ -134,11 +121,11 @@ def test_metadata_turns_an_image_as_pillow_turns_it(
     elif form == "XMP":
         info = PngImagePlugin.PngInfo()
         info.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')
-        png = saved(PIXELS, pnginfo=info)
+        png = saved(PIXELS, "PNG", pnginfo=info)
     else:
         profile = exif.tobytes()
         text = f"\nexif\n{len(profile):8}\n{profile.hex()}\n".encode()
-        png = with_chunk(png, chunk("tEXt", b"Raw profile type exif\0" + text))
+        png = with_chunk(png, png_chunk("tEXt", b"Raw profile type exif\0" + text))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(png))))
     assert np.array_equal(decode(png, exif=True), expected)
     assert np.array_equal(decode(png), PIXELS)

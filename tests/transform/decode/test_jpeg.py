@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
 
 import bombs
 import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from image_files import saved
 from PIL import Image
 
 from raypipe.transform.decode import jpeg as jpeg_module
@@ -38,12 +38,6 @@ def cut(image: np.ndarray, box: Box) -> np.ndarray:
     return image[top : top + height, left : left + width]
 
 
-def by_pillow(image: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(image).convert(mode).save(out, "JPEG", quality=92, **options)
-    return out.getvalue()
-
-
 KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     **{
         sampling: lambda image, sampling=sampling: simplejpeg.encode_jpeg(
@@ -51,18 +45,18 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
         )
         for sampling in ("444", "422", "420", "440", "411", "Gray")
     },
-    "progressive 420": lambda image: by_pillow(
+    "progressive 420": lambda image: saved(
         image, progressive=True, subsampling="4:2:0"
     ),
-    "progressive 444": lambda image: by_pillow(
+    "progressive 444": lambda image: saved(
         image, progressive=True, subsampling="4:4:4"
     ),
-    "progressive gray": lambda image: by_pillow(image, "L", progressive=True),
-    "restart markers": lambda image: by_pillow(
+    "progressive gray": lambda image: saved(image, "JPEG", "L", progressive=True),
+    "restart markers": lambda image: saved(
         image, restart_marker_blocks=3, subsampling="4:2:0"
     ),
-    "RGB, not YCbCr": lambda image: by_pillow(image, keep_rgb=True),
-    "CMYK": lambda image: by_pillow(image, "CMYK"),
+    "RGB, not YCbCr": lambda image: saved(image, keep_rgb=True),
+    "CMYK": lambda image: saved(image, "JPEG", "CMYK"),
 }
 
 
@@ -82,16 +76,13 @@ def test_the_extension_decodes_all_but_the_unusual_itself(
 def test_an_unfinished_progressive_file_is_smoothed_as_a_whole() -> None:
     """libjpeg guesses what is missing from the neighbors, which a crop has other ones of."""
     smooth = cv2.resize(noise(6, 6), (96, 96))
-    data = by_pillow(smooth, progressive=True, subsampling="4:4:4")
+    data = saved(smooth, progressive=True, subsampling="4:4:4")
     scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
     for kept in range(1, 4):
         part = data[: scans[kept]] + b"\xff\xd9"
         assert np.array_equal(
             decode_box(part, (30, 30, 20, 20)), cut(decode(part), (30, 30, 20, 20))
         )
-
-
-# --- damage
 
 
 # --- which images
@@ -121,8 +112,8 @@ def test_only_jpegs_that_may_be_cropped_are_opened() -> None:
 def test_images_that_are_turned_are_left_to_the_whole_decode() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = by_pillow(PHOTO, exif=exif)
+    turned = saved(PHOTO, exif=exif)
     assert open_for_crop(turned, exif=True) is None
     assert open_for_crop(turned, exif=False) is not None
     exif[0x0112] = 1
-    assert open_for_crop(by_pillow(PHOTO, exif=exif), exif=True) is not None
+    assert open_for_crop(saved(PHOTO, exif=exif), exif=True) is not None

@@ -21,6 +21,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
+from image_files import png_chunk, saved
 from PIL import Image
 
 from raypipe.errors import SampleError
@@ -40,31 +41,14 @@ def picture(height: int = 37, width: int = 53) -> np.ndarray:
     return cv2.resize(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8), (width, height))
 
 
-def encoded(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(
-        out, kind, **options
-    )
-    return out.getvalue()
-
-
 def by_pillow(data: bytes) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def png_chunk(kind: bytes, body: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(body))
-        + kind
-        + body
-        + struct.pack(">I", zlib.crc32(kind + body))
-    )
-
-
 def png_bomb(width: int, height: int, extra: bytes = b"") -> bytes:
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    rows = png_chunk(b"IDAT", zlib.compress(bytes(1000)))
-    return b"\x89PNG\r\n\x1a\n" + header + extra + rows + png_chunk(b"IEND", b"")
+    header = png_chunk("IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    rows = png_chunk("IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + rows + png_chunk("IEND", b"")
 
 
 LOSSLESS: list[tuple[str, str, dict[str, Any]]] = [
@@ -99,7 +83,7 @@ def test_every_format_but_jpeg_equals_pillow(
     image = image.quantize(40) if mode == "P" else image.convert(mode.removesuffix("A"))
     if mode.endswith("A"):
         image.putalpha(Image.fromarray(picture()[:, :, 0]))
-    data = encoded(image, kind, **options)
+    data = saved(image, kind, **options)
     found = decode(data)
     assert found.dtype == np.uint8
     assert found.flags.c_contiguous and found.flags.writeable
@@ -112,7 +96,7 @@ def test_every_format_but_jpeg_equals_pillow(
     "options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}]
 )
 def test_jpeg_equals_pillow_within_rounding(mode: str, options: dict[str, Any]) -> None:
-    data = encoded(Image.fromarray(picture(101, 67)).convert(mode), "JPEG", **options)
+    data = saved(picture(101, 67), "JPEG", mode, **options)
     image = decode(data)
     assert (
         image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
@@ -125,7 +109,7 @@ def test_jpeg_equals_pillow_within_rounding(mode: str, options: dict[str, Any]) 
     "transform", [0, 2, None]
 )  # CMYK, YCCK, and no Adobe marker at all
 def test_jpeg_of_four_inks_equals_pillow_within_rounding(transform: int | None) -> None:
-    data = encoded(Image.fromarray(picture()).convert("CMYK"), "JPEG")
+    data = saved(picture(), "JPEG", "CMYK")
     at = data.index(b"\xff\xee\0\x0eAdobe")
     marker = b"" if transform is None else data[at : at + 15] + bytes([transform])
     data = data[:at] + marker + data[at + 16 :]
@@ -135,7 +119,7 @@ def test_jpeg_of_four_inks_equals_pillow_within_rounding(transform: int | None) 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_16_bit_grayscale_keeps_its_high_byte(kind: str) -> None:
     deep = RNG.integers(0, 65536, (9, 11)).astype(np.uint16)
-    image = decode(encoded(Image.fromarray(deep), kind))
+    image = decode(saved(Image.fromarray(deep), kind))
     np.testing.assert_array_equal(
         image, np.repeat((deep >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
     )
@@ -149,18 +133,18 @@ def test_16_bit_rgb_keeps_its_high_byte() -> None:
 
 def test_float_pixels_are_refused_because_their_range_is_unknown() -> None:
     with pytest.raises(SampleError, match="32-bit pixels"):
-        decode(encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"))
+        decode(saved(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"))
 
 
 @pytest.mark.parametrize("wrap", [bytearray, memoryview])
 def test_any_bytes_like_value_will_do(wrap: Any) -> None:
     for kind in ("JPEG", "PNG", "GIF"):
-        data = encoded(picture(), kind)
+        data = saved(picture(), kind)
         np.testing.assert_array_equal(decode(wrap(data)), decode(data))
 
 
 def test_damaged_exif_does_not_spoil_the_pixels() -> None:
-    data = encoded(picture(), "JPEG", exif=b"Exif\0\0garbage" * 3)
+    data = saved(picture(), "JPEG", exif=b"Exif\0\0garbage" * 3)
     np.testing.assert_array_equal(decode(data, exif=True), decode(data))
 
 
@@ -183,7 +167,7 @@ def test_reduced_decoding_stays_at_or_above_min_side(
 
 def sized(kind: str, marker: bytes, distance: int, size: bytes) -> bytes:
     """An image that says it has other sides: `size` stands at a distance behind a marker."""
-    data = bytearray(encoded(picture(), kind))
+    data = bytearray(saved(picture(), kind))
     start = data.index(marker) + distance
     data[start : start + len(size)] = size
     return bytes(data)
@@ -194,7 +178,7 @@ CANVAS = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
 TIFF_SIDES = b"".join(struct.pack("<HHII", tag, 4, 1, 60000) for tag in (256, 257))
 BOMBS = {
     "PNG": lambda: png_bomb(60000, 60000),
-    "PNG with metadata": lambda: png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
+    "PNG with metadata": lambda: png_bomb(60000, 60000, png_chunk("tEXt", b"a\0b")),
     "JPEG": lambda: sized("JPEG", b"\xff\xc0", 5, struct.pack(">HH", 60000, 60000)),
     "GIF": lambda: sized("GIF", b"GIF", 6, struct.pack("<HH", 60000, 60000)),
     "BMP": lambda: sized("BMP", b"BM", 18, struct.pack("<ii", 60000, 60000)),
@@ -219,7 +203,7 @@ def test_size_limit_holds_before_any_pixel_is_allocated(kind: str) -> None:
 def test_an_image_may_have_as_many_pixels_as_the_limit(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    webp = encoded(picture(), "WEBP", **options)
+    webp = saved(picture(), "WEBP", **options)
     monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
     with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
         decode(webp)
@@ -280,7 +264,7 @@ def bmp(width: int, height: int) -> bytes:
 
 def progressive(width: int, height: int) -> bytes:
     """A JPEG that says it is in several scans, and has the first."""
-    data = bytearray(encoded(picture(), "JPEG", progressive=True, subsampling=0))
+    data = bytearray(saved(picture(), "JPEG", progressive=True, subsampling=0))
     at = data.index(b"\xff\xc2") + 5
     data[at : at + 4] = struct.pack(">HH", height, width)
     return bytes(data)
@@ -367,7 +351,7 @@ def test_a_rare_subsampling_is_decoded_by_pillow() -> None:
 def test_pillows_own_warning_of_large_images_stays_silent(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = encoded(Image.fromarray(picture()).convert("1"), kind)
+    data = saved(picture(), kind, "1")
     # the picture has 1961; from 2001 it is an error
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert decode(data).shape == (37, 53, 3)
@@ -375,7 +359,7 @@ def test_pillows_own_warning_of_large_images_stays_silent(
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_truncated_at_any_length_is_an_error_and_never_gray_rows(kind: str) -> None:
-    data = encoded(picture(), kind)
+    data = saved(picture(), kind)
     for length in sorted(set(np.linspace(1, len(data) - 24, 60).astype(int))):
         with pytest.raises(SampleError):
             decode(data[:length])
@@ -386,7 +370,7 @@ def test_truncated_at_any_length_is_an_error_and_never_gray_rows(kind: str) -> N
 
 
 def test_truncated_jpeg_says_so() -> None:
-    data = encoded(picture(), "JPEG")
+    data = saved(picture(), "JPEG")
     with pytest.raises(
         SampleError, match=r"^truncated JPEG: Premature end of JPEG file \(\d+ bytes\)$"
     ):

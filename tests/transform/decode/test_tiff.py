@@ -93,20 +93,6 @@ def test_a_ramp_of_each_depth_is_a_ramp_of_bytes_or_refused_by_name(color: str) 
     assert num_read >= (8 if color == "rgb" else 10)
 
 
-@pytest.mark.parametrize(
-    ("color", "byteorder"),
-    [("minisblack", "<"), ("minisblack", ">"), ("miniswhite", "<")],
-)
-def test_gray_of_16_bits_keeps_its_high_byte(byteorder: str, color: str) -> None:
-    values = np.random.default_rng(0).integers(0, 1 << 16, (9, 11), np.uint16)
-    image = decode(written(values, photometric=color, byteorder=byteorder))
-    high = (values >> 8).astype(np.uint8)
-    assert np.array_equal(
-        image,
-        np.repeat((high if color == "minisblack" else 255 - high)[..., None], 3, 2),
-    )
-
-
 def test_an_array_keeps_the_values_that_are_stored() -> None:
     for kind, bits in DEPTHS:
         data = written_with(kind, bits, "minisblack", None)

@@ -35,7 +35,7 @@ from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
 from raypipe.stores.base import Columns
 from raypipe.stores.in_memory import hold
-from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.bad_samples import BadSample, counts_of
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.faults import NO_ORDERS, Orders
 from raypipe.streaming.maker import MicroBatchMaker
@@ -186,10 +186,7 @@ class TransformWorker:
             "actor_remembered_total": num_remembered,
             "actor_read_seconds_total": sum(batch.read_s for batch in batches),
             "actor_work_seconds_total": sum(batch.work_s for batch in batches),
-            "bad_samples_total": len(bad),
-            "substituted_samples_total": sum(
-                sample.substitute is not None for sample in bad
-            ),
+            **counts_of(bad),
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-from dataclasses import replace
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_lock, try_lock
@@ -16,7 +15,6 @@ from raypipe.streaming.memory.recall import streams_of
 from raypipe.streaming.memory.streams import Streams
 from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.user_code import copied
 
 
 class RankMemory:
@@ -43,8 +41,7 @@ class RankMemory:
         if self._folder is None:
             return False
         # other threads of this process may have the stream's own objects
-        spec = replace(self._spec, transforms=copied(self._spec.transforms))
-        recipes = SampleMakers(spec).recipes
+        recipes = SampleMakers(self._spec.with_own_code()).recipes
         contents = Contents(self._spec, recipes, self._stream)
         self._streams = streams_of(contents, self._folder, self._stream)
         return self._streams is not None and self._streams.are_others()

@@ -99,7 +99,7 @@ def _add_drawn(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
     """Add the operations of the CPU transform's programs."""
     maker = remade.maker.maker
     place = draws.place
-    sample_maker = maker.sample_makers.get(place, maker.plan.draw(place))
+    sample_maker = maker.sample_makers.get(place)
     if isinstance(sample_maker, ItemMaker) or all(
         transform.program is None for _, transform in sample_maker.transforms
     ):

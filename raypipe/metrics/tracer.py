@@ -4,9 +4,9 @@
     counted("blocks", queued=3)         values of a counter
     happened("fault", "an actor died")  an instant
 
-An event is as the file of a trace has it, an object of Chrome's Trace Event Format. Its times are microseconds of
-this process's clock. `rayext.trace_sender` brings the events of a stream's processes together, and
-`metrics.chrome_trace` writes them.
+An event is as the file of a trace has it, an object of Chrome's Trace Event Format. Once it is taken, its times
+are microseconds of the machine's time of day. `rayext.trace_sender` brings the events of a stream's processes
+together, and `metrics.chrome_trace` writes them.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def end_recording() -> None:
 
 
 def take_events() -> list[Event]:
-    """Remove all events, and return them."""
+    """Remove all events, and return them, at the machine's time of day."""
     events = _events
     if events is None:
         return []
-    return [events.popleft() for _ in range(len(events))]
+    offset_us = time.time() * 1e6 - clock_us()
+    taken = [events.popleft() for _ in range(len(events))]
+    return [event | {"ts": event["ts"] + offset_us} for event in taken]
 
 
 def add_slice(

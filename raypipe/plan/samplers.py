@@ -48,6 +48,10 @@ class Draws(NamedTuple):
         """Return the draws at an index of the first axis, or at several."""
         return Draws(*(column[key] for column in self))
 
+    def flat(self, num_rows: int | None = None) -> Draws:
+        """Return the first rows of each of several micro-batches, (k, B), end to end; None = all."""
+        return Draws(*(column[:, :num_rows].ravel() for column in self))
+
 
 class RunSampler(Protocol):
     """Draws samples on and on, through a run; a sampler may wrap others."""

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 from ray.util import client
 
+from raypipe.background import in_background
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
@@ -33,7 +34,7 @@ from raypipe.rayext.processes import started_at
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import AUTHENTICATION, are_on, small_head
-from raypipe.rayext.worker_logs import take_worker_logs
+from raypipe.rayext.worker_logs import WORKER, take_worker_logs
 from raypipe.storage.local_file import locked, open_lock, try_lock
 from raypipe.storage.shared_memory import remove_unused
 
@@ -251,12 +252,8 @@ def connect_by_thread(wait: Wait, has_siblings: bool = False) -> None:
         connect()
         return
     connected = Future[None]()
-    threading.Thread(
-        target=_connect_and_stay,
-        args=(wait, has_siblings, connected),
-        name="raypipe-ray",
-        daemon=True,
-    ).start()
+    stay = functools.partial(_connect_and_stay, wait, has_siblings, connected)
+    in_background("raypipe-ray", stay)
     connected.result()
 
 
@@ -291,7 +288,7 @@ def _auto_start_waits() -> Iterator[None]:
         "ray._private.auto_init_hook.auto_init_lock",
         "call Ray only after the first batch of a loader",
     )
-    log = logging.getLogger("ray._private.worker")
+    log = logging.getLogger(WORKER)
 
     def without_sigterm(record: logging.LogRecord) -> bool:
         return "SIGTERM handler" not in record.getMessage()

@@ -62,7 +62,7 @@ class Memory:
     def _write(self) -> None:
         if self._changed.wait(_LOOK_S):
             self._changed.clear()
-            _ask(internal_kv._internal_kv_put, self._key, self._newest, overwrite=True)
+            _put(self._key, self._newest)
 
 
 def was_restarted() -> bool:
@@ -82,9 +82,11 @@ def forget(actor: Any) -> None:
 
 def publish(key: str, value: Any) -> bool:
     """Publish a value for other processes of the cluster; return whether the head has it."""
-    content = pickle.dumps(value)
-    put = internal_kv._internal_kv_put
-    return _ask(put, key.encode(), content, overwrite=True) is not None
+    return _put(key.encode(), pickle.dumps(value)) is not None
+
+
+def _put(key: bytes, content: bytes) -> Any:
+    return _ask(internal_kv._internal_kv_put, key, content, overwrite=True)
 
 
 def published_keys(prefix: str) -> list[str]:

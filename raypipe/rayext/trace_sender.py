@@ -4,8 +4,7 @@
     Supervisor    holds them                                                               HeldTrace
     rank 0        takes them, and writes the trace                                         record.rank_trace
 
-The trace has the Supervisor's clock, which all processes of its node have. Those of other nodes ask for its time,
-which is that of the middle between question and answer.
+Events have their machine's time of day, which machines of a cluster share to a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.tracer import (
     begin_recording,
-    clock_us,
     count_memory,
     end_recording,
     take_events,
@@ -32,18 +30,13 @@ from raypipe.rayext.ray_thread import RayThread, answer
 PERIOD_S = 0.5
 """An actor loses the events that it has not sent when its stream ends."""
 _ANSWER_S = 5.0
-_NUM_QUESTIONS = 5
 _MAX_HELD = (
     200_000_000  # characters that a Supervisor holds: some minutes of a large pool
 )
 
 
-class TraceAnswer(NamedTuple):
-    """The Supervisor's answer to events: whether the trace continues, its time, and the id of its node."""
-
-    goes_on: bool
-    clock_us: float
-    node: str
+TraceAnswer = bool
+"""The Supervisor's answer to events: whether the trace continues."""
 
 
 class TraceSender:
@@ -52,7 +45,6 @@ class TraceSender:
     def __init__(self, supervisor: Any, process: Process) -> None:
         self._supervisor = supervisor
         self._process = process
-        self._offset_us: float | None = None
         self._thread = RayThread(self.send, PERIOD_S, "raypipe-trace")
         self._thread.start()
 
@@ -65,31 +57,11 @@ class TraceSender:
 
     def send(self) -> None:
         """Send the events since the last call."""
-        if self._offset_us is None:
-            self._offset_us = self._measured_us()
         count_memory()
-        events = take_events()
-        for event in events:
-            event["ts"] += self._offset_us
-        if not self._call(json.dumps(events)).goes_on:
+        chunk = Chunk(traced_name(self._process), json.dumps(take_events()))
+        if not answer(self._supervisor.traced.remote(chunk), _ANSWER_S):
             self._thread.left.set()
             end_recording()
-
-    def _call(self, events: str) -> TraceAnswer:
-        chunk = Chunk(traced_name(self._process), events)
-        sent = self._supervisor.traced.remote(chunk)
-        answered: TraceAnswer = answer(sent, _ANSWER_S)
-        return answered
-
-    def _measured_us(self) -> float:
-        """Return what to add to this process's clock for the Supervisor's, by the shortest of some round trips."""
-        offsets = {}
-        for _ in range(_NUM_QUESTIONS):
-            asked_us = clock_us()
-            answered = self._call("[]")
-            trip_us = clock_us() - asked_us
-            offsets[trip_us] = answered.clock_us - asked_us - trip_us / 2
-        return 0.0 if answered.node == self._process.node else offsets[min(offsets)]
 
 
 @contextlib.contextmanager
@@ -122,7 +94,7 @@ class HeldTrace:
         """Take events of a process; the oldest give way if nobody takes them.
 
         Args:
-            process: that of the Supervisor.
+            process: that of the Supervisor, whose events are part of the trace.
         """
         if self._goes_on:
             begin_recording()
@@ -130,7 +102,7 @@ class HeldTrace:
             self._num_held += len(chunk.events)
         while self._num_held > _MAX_HELD:
             self._num_held -= len(self._chunks.popleft().events)
-        return TraceAnswer(self._goes_on, clock_us(), process.node if process else "")
+        return self._goes_on
 
     def take(self, process: Process | None) -> list[Chunk]:
         """Remove all events, with those of the Supervisor, whose process this is, and return them."""

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _JSON_LINE = re.compile(r'^\{"')
 
-_WORKER = "ray._private.worker"
-_PRINT = f"{_WORKER}.print_to_stdstream"
+WORKER = "ray._private.worker"
+_PRINT = f"{WORKER}.print_to_stdstream"
 _DISPATCHER = "ray._private.ray_logging.global_worker_stdstream_dispatcher"
 _LOSS = "lines of Ray's workers are not printed as JSON, and all of them are printed"
 # Lines of Ray's about what every stream does, in the form of errors and warnings.
@@ -51,7 +51,7 @@ def take_worker_logs() -> None:
     if "RAY_DEDUP_LOGS_ALLOW_REGEX" not in os.environ:
         # Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
         for name in ("stdout_deduplicator", "stderr_deduplicator"):
-            if deduplicator := find_private(f"{_WORKER}.{name}", _LOSS):
+            if deduplicator := find_private(f"{WORKER}.{name}", _LOSS):
                 deduplicator.allow_re = _JSON_LINE
     dispatcher = find_private(_DISPATCHER, _LOSS)
     for number, (name, handler) in enumerate(dispatcher.handlers if dispatcher else ()):
@@ -84,7 +84,7 @@ def _printing(print_lines: Any) -> Any:
     def print_worker_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
         lines = data["lines"]
         if is_json() and data.get("pid") == "autoscaler":
-            events = find_private(f"{_WORKER}.filter_autoscaler_events", _LOSS)
+            events = find_private(f"{WORKER}.filter_autoscaler_events", _LOSS)
             lines = events(lines) if events else lines
         kept = []
         for line in lines:

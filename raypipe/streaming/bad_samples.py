@@ -55,6 +55,15 @@ class BadSample:
         return {**vars(record.pop("position")), **record}
 
 
+def counts_of(bad: Sequence[BadSample]) -> dict[str, float]:
+    """Return bad samples as amounts of metrics, by name."""
+    replaced = [sample for sample in bad if sample.substitute is not None]
+    return {
+        "bad_samples_total": len(bad),
+        "substituted_samples_total": len(replaced),
+    }
+
+
 def record_bad(
     folder_uri: str, position: MicroBatchId, bad: Sequence[BadSample]
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
 
@@ -17,7 +16,6 @@ from raypipe.stores.in_memory import hold
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.user_code import copied
 
 
 def inline_batches(
@@ -53,7 +51,7 @@ def _by_threads(
     makers.put(maker)
     for _ in range(spec.pool.max_actors - 1):
         # each with its own copy of the user's code, as actors have
-        makers.put(MicroBatchMaker(replace(spec, transforms=copied(spec.transforms))))
+        makers.put(MicroBatchMaker(spec.with_own_code()))
 
     def batch(position: MicroBatchId) -> MicroBatch:
         maker = makers.get()

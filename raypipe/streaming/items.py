@@ -272,12 +272,12 @@ class ItemMaker:
         seed_for_item(*key)
 
     def finish(
-        self, out: Rows, rows: slice, key: Callable[[], Key]
+        self, out: Rows, rows: slice, key: Key
     ) -> dict[str, np.ndarray | Ragged]:
         """Join the items of the rows that count into the fields of a micro-batch.
 
         Args:
-            key: returns the key of its first sample; the draws of the collate function have another.
+            key: that of its first sample; the draws of the collate function have another.
         """
         fields = out.finish(rows)
         counts = out.weight[rows] > 0
@@ -285,7 +285,7 @@ class ItemMaker:
         items = [made[row] for row in np.flatnonzero(counts).tolist()]
         nest = None
         if items:
-            k0, k1 = key()
+            k0, k1 = key
             collate_key = (k0 ^ _OF_COLLATE, k1)
             nest = self._collated(items, out.index[rows][counts], collate_key)
         return fields | self._packer.pack(nest)

@@ -9,7 +9,6 @@ try_samples       a few samples in the driver, before anything is started
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import time
@@ -26,14 +25,12 @@ from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
 from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
-from raypipe.plan.samplers import Draws
 from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import Columns, name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.remake import NUM_REMADE
 from raypipe.streaming.sample_makers import Maker, SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
-from raypipe.transform.keys import Key
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import check_labels, read_samples
@@ -64,21 +61,23 @@ class _Assignment:
     Attributes:
         sample_maker: makes their samples.
         block: their places.
-        draws: their samples, (k·B,).
+        indices: their samples, int64 (k·B,).
+        keys: those of the samples, uint64 (k·B, 2).
         out: their rows, k·B.
         excluded: index → reason of samples that must not be touched.
     """
 
     sample_maker: Maker
     block: Sequence[MicroBatchId]
-    draws: Draws
+    indices: np.ndarray
+    keys: np.ndarray
     out: Rows
     excluded: Mapping[int, str]
 
     @property
     def num_samples(self) -> int:
         """Samples of a micro-batch, B."""
-        return len(self.draws.indices) // len(self.block)
+        return len(self.indices) // len(self.block)
 
     def position(self, row: int) -> MicroBatchId:
         """The micro-batch of a row."""
@@ -113,7 +112,7 @@ class MicroBatchMaker:
         self._is_tolerant = spec.transform.max_bad_fraction > 0
         for split in spec.stores:
             position = MicroBatchId(split, 0, 0, 0)
-            self.sample_makers.get(position, self.plan.draw(position))
+            self.sample_makers.get(position)
 
     @property
     def draws_globally(self) -> bool:
@@ -158,13 +157,12 @@ class MicroBatchMaker:
             The micro-batches; their bad samples; and the arrays of all by field, (k, B, …), if their images have
             one size.
         """
-        draws = self.plan.draw_block(block)
-        draws = Draws(*(column[:, :num_rows] for column in draws))
-        num, num_samples = draws.indices.shape
-        makers = [
-            self.sample_makers.get(position, draws.at(number))
-            for number, position in enumerate(block)
-        ]
+        draws = self.plan.draw_block(block).flat(num_rows)
+        keys = self.plan.sample_keys(block[0].split, draws)
+        num = len(block)
+        num_samples = len(draws.indices) // num
+        buckets = draws.buckets[::num_samples].tolist()
+        makers = list(map(self.sample_makers.get, block, buckets))
         if len(set(makers)) == 1:
             spans = [slice(0, num)]
         else:
@@ -172,13 +170,16 @@ class MicroBatchMaker:
         batches = list[MicroBatch]()
         bad = list[BadSample]()
         for span in spans:
-            assignment = _assigned(
-                makers[span.start], block[span], draws.at(span), excluded
+            rows = slice(span.start * num_samples, span.stop * num_samples)
+            assignment = _Assignment(
+                makers[span.start],
+                block[span],
+                draws.indices[rows],
+                keys[rows],
+                Rows(makers[span.start].fields, rows.stop - rows.start),
+                excluded,
             )
-            of_span = None
-            if given is not None:
-                first = span.start * num_samples
-                of_span = given.rows(slice(first, span.stop * num_samples))
+            of_span = None if given is None else given.rows(rows)
             finished, bad_of_span = self._fill(assignment, of_span, one_by_one)
             batches += finished
             bad += bad_of_span
@@ -211,7 +212,7 @@ class MicroBatchMaker:
         seconds = np.zeros((3, len(assignment.block)))
         bad = list[BadSample]()
         first = 0
-        while first < len(assignment.draws.indices):
+        while first < len(assignment.indices):
             report_progress()  # a time limit is one for each
             before = self._seconds()
             number = first // num_samples
@@ -247,7 +248,8 @@ class MicroBatchMaker:
         for number, position in enumerate(assignment.block):
             rows = slice(number * num_samples, (number + 1) * num_samples)
             started = time.perf_counter()
-            key = functools.partial(self._first_key, assignment, rows)
+            # the same in each validation
+            key = assignment.keys[rows.start].tolist()
             fields = assignment.sample_maker.finish(out, rows, key)
             read_s, outage_s, work_s = seconds[:, number].tolist()
             batches.append(
@@ -263,13 +265,6 @@ class MicroBatchMaker:
                 )
             )
         return batches
-
-    def _first_key(self, assignment: _Assignment, rows: slice) -> Key:
-        """The key of the first sample of a micro-batch, which is the same in each validation."""
-        draws = assignment.draws.at(slice(rows.start, rows.start + 1))
-        split = assignment.position(rows.start).split
-        (key,) = self.plan.sample_keys(split, draws).tolist()
-        return key[0], key[1]
 
     def _seconds(self) -> np.ndarray:
         """Seconds so far: of reading, of outages of object storage, and of the clock; their differences count."""
@@ -295,8 +290,8 @@ class MicroBatchMaker:
         sample_maker.weaken(self.sample_makers.strength(position))
         self._log_place(position)
 
-        indices = assignment.draws.indices[rows]
-        keys = self.plan.sample_keys(position.split, assignment.draws.at(rows))
+        indices = assignment.indices[rows]
+        keys = assignment.keys[rows]
         is_wanted = indices != PADDING
         if assignment.excluded:
             is_wanted &= ~np.isin(indices, list(assignment.excluded))
@@ -339,7 +334,7 @@ class MicroBatchMaker:
         out = assignment.out
         bad_indices = [sample.index for sample in bad]
         is_good = out.weight[rows] > 0
-        is_good &= ~np.isin(assignment.draws.indices[rows], bad_indices)
+        is_good &= ~np.isin(assignment.indices[rows], bad_indices)
         numbers = np.flatnonzero(is_good)[:NUM_REMADE].tolist()
         if numbers:
             self.sample_makers.check(
@@ -376,8 +371,7 @@ class MicroBatchMaker:
         """
         position = assignment.position(row)
         split = position.split
-        draw = assignment.draws.at(slice(row, row + 1))
-        index = int(draw.indices[0])
+        index = int(assignment.indices[row])
         title = self._sample_title(split, index)
         if not self._is_tolerant:
             hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
@@ -400,6 +394,8 @@ class MicroBatchMaker:
         if split == "val":
             assignment.out.leave_out(row, index)
             return bad
+        number_in_batch = row % assignment.num_samples
+        draw = self.plan.draw(position).at(slice(number_in_batch, number_in_batch + 1))
         for number in range(NUM_SUBSTITUTES):
             substitute = self.plan.substitute(position, index, number)
             (key,) = self.plan.substitute_keys(split, draw, substitute)
@@ -420,9 +416,8 @@ class MicroBatchMaker:
     def _is_of_code(self, assignment: _Assignment, row: int) -> bool:
         """True where the user's code fails with the draws of a row on each of many other samples."""
         position = assignment.position(row)
-        draw = assignment.draws.at(slice(row, row + 1))
-        index = int(draw.indices[0])
-        (key,) = self.plan.sample_keys(position.split, draw)
+        index = int(assignment.indices[row])
+        key = assignment.keys[row]
         candidates = {
             self.plan.substitute(position, index, number)
             for number in range(_NUM_COMPARED)
@@ -513,7 +508,7 @@ class MicroBatchMaker:
         position = MicroBatchId("val", 0, 0, 0)
         self.make(position, num_rows=_NUM_TRIED)
         shape = train.image_shape
-        val = self.sample_makers.get(position, self.plan.draw(position)).image_shape
+        val = self.sample_makers.get(position).image_shape
         has_size = shape and not has_sizes(
             config, "train", self.plan.config.sides_in("train")
         )
@@ -547,18 +542,6 @@ class MicroBatchMaker:
             epoch=position.epoch,
             step=self.plan.step_of_split(position),
         )
-
-
-def _assigned(
-    sample_maker: Maker,
-    block: Sequence[MicroBatchId],
-    draws: Draws,
-    excluded: Mapping[int, str],
-) -> _Assignment:
-    """The assignment of micro-batches of one size, whose draws are (k, B), with memory for them."""
-    flat = Draws(*(column.ravel() for column in draws))
-    out = Rows(sample_maker.fields, draws.indices.size)
-    return _Assignment(sample_maker, block, flat, out, excluded)
 
 
 @process_kept()

@@ -79,7 +79,6 @@ def block_dataset(
     world_size: int = 1,
     supervisor: Any = None,
     num_first: int = 0,
-    ranks_folder: str = "",
 ) -> Dataset:
     """The stream from a cursor, or from the step of a micro-batch, on: a Dataset of one row for each block.
 
@@ -91,7 +90,6 @@ def block_dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
         num_first: micro-batches from there on that the ranks make themselves.
-        ranks_folder: the folder from which ranks take micro-batches, see `RankMemory.folder`; "" = none.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
@@ -131,8 +129,6 @@ def block_dataset(
         num_first=num_first,
         traces=spec.traces,
     )
-    if world_size > 1 and not is_local():
-        ranks_folder = ""  # they may be on several nodes
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
@@ -140,11 +136,7 @@ def block_dataset(
         # By Ray Data's default, a dead actor is restarted, and its task is repeated, without limit.
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(
-                replace(spec, opened={}),
-                supervisor,
-                ranks_folder,
-            ),
+            fn_constructor_args=(replace(spec, opened={}), supervisor),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,
@@ -187,7 +179,6 @@ def splits(
     supervisor: Any = None,
     apart: bool = False,
     num_first: int = 0,
-    ranks_folder: str = "",
 ) -> list[DataIterator]:
     """The stream from a place on, as one iterator per rank; see `block_dataset`.
 
@@ -212,7 +203,6 @@ def splits(
         world_size=world_size,
         supervisor=supervisor,
         num_first=num_first,
-        ranks_folder=ranks_folder,
     )
     if world_size == 1 and not apart:
         return [rows.iterator()]

@@ -298,7 +298,6 @@ class RayStreams:
             supervisor=stream.supervisor,
             apart=self._apart,
             num_first=num_first * self._world_size,
-            ranks_folder=stream.memory.folder,
         )
 
     def _fair_share(self) -> int:

@@ -7,8 +7,8 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
                   and num_remembered int64 (1, k); read_s, work_s, outage_s float64 (1, k): seconds spent
                   on each micro-batch, reading, by the actor or a reader, in all by the actor, and waited for a
-                  storage; where the rank takes some from a folder, in_folder bool (1, k); and each field of the
-                  others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives:
+                  storage; and each field, see `raypipe.transform.fields`, in the form that forms, JSON in uint8
+                  (1, n), gives for it:
 
                       flat     (1, n), all end to end; NAME:shapes int64 (1, k, d) has their shapes
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
@@ -19,9 +19,8 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +37,6 @@ from raypipe.transform.fields import MicroBatch, Ragged
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
-
-Take = Callable[[MicroBatchId], MicroBatch]
-"""Takes a micro-batch from the folder where an actor has left it."""
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT = "flat"
@@ -121,7 +117,7 @@ def block_row(
     """The row of a finished block.
 
     Args:
-        arrays: arrays by field, (n, B, …), that need no copy; they have the micro-batches without `folder_bytes`.
+        arrays: arrays of all by field, (k, B, …), that need no copy.
     """
     places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
@@ -133,11 +129,8 @@ def block_row(
         },
     }
     forms: dict[str, str] = {}
-    shipped = [batch for batch in batches if not batch.folder_bytes]
-    if len(shipped) < len(batches):
-        columns["in_folder"] = [batch.folder_bytes > 0 for batch in batches]
-    for name in shipped[0].fields if shipped else ():
-        parts: list[Any] = [batch.fields[name] for batch in shipped]
+    for name in batches[0].fields:
+        parts: list[Any] = [batch.fields[name] for batch in batches]
         forms[name], joined = _joined(name, parts, arrays.get(name))
         columns |= joined
     columns["forms"] = np.frombuffer(json.dumps(forms).encode(), np.uint8)
@@ -170,10 +163,8 @@ def _joined(
     return _FLAT, {name: flat, name + _SHAPES: shapes}
 
 
-def batches_of(
-    row: Mapping[str, Any], take: Take | None = None
-) -> Iterator[MicroBatch]:
-    """The micro-batches of a finished row, in host memory: views of its arrays, and of what is taken."""
+def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
+    """The micro-batches of a finished row, in host memory: views of its arrays."""
     columns = {name: column[0] for name, column in row.items()}
     places = _places(
         columns["split"],
@@ -182,30 +173,23 @@ def batches_of(
         columns["micro"].tolist(),
     )
     forms = json.loads(columns["forms"].tobytes())
-    in_folder = columns.get("in_folder", np.zeros(len(places), bool))
-    num = len(places) - int(in_folder.sum())
+    num = len(places)
     parts = {name: _parts(name, form, columns, num) for name, form in forms.items()}
-    num_shipped = 0
     for number, position in enumerate(places):
         numbers = {name: columns[name][number].item() for name in _NUMBERS_OF}
-        if in_folder[number]:
-            assert take, "an actor leaves only what its rank takes"
-            yield replace(take(position), **numbers)
-            continue
         yield MicroBatch(
             position,
             columns["index"][number],
             columns["weight"][number],
-            {name: of_field[num_shipped] for name, of_field in parts.items()},
+            {name: of_field[number] for name, of_field in parts.items()},
             **numbers,
         )
-        num_shipped += 1
 
 
 def _parts(
     name: str, form: Any, columns: Mapping[str, np.ndarray], num: int
 ) -> Sequence[np.ndarray | Ragged]:
-    """A field of each of the `num` micro-batches whose fields are in the row."""
+    """A field of each of the `num` micro-batches of a row."""
     if form == _APART:
         return [columns[f"{name}:{number}"] for number in range(num)]
     values = columns[name]
@@ -226,13 +210,8 @@ def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-def host_batches(
-    iterator: DataIterator, take: Take | None = None
-) -> Generator[MicroBatch, None, None]:
+def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a rank's split, in host memory, zero-copy and read-only.
-
-    Args:
-        take: takes those that actors have left in a folder, see `splits`.
 
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
@@ -245,7 +224,7 @@ def host_batches(
                     arrival += _places_of(row)
             if row is None:
                 return
-            yield from batches_of(row, take)
+            yield from batches_of(row)
             del row
 
 

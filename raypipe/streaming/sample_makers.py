@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.plan.places import MicroBatchId, Sides, Split
-from raypipe.plan.samplers import Draws
 from raypipe.stores.base import Columns
 from raypipe.streaming.items import DatasetItems, ItemMaker
 from raypipe.streaming.remake import check_remade
@@ -39,10 +38,14 @@ class SampleMakers:
         # that is named gets the size, so each maker has its own.
         self._unchecked: dict[Maker, Callable[[], Maker]] = {}
 
-    def get(self, position: MicroBatchId, draws: Draws) -> Maker:
-        """Return the maker of a micro-batch's samples; make it if its image size is new."""
+    def get(self, position: MicroBatchId, bucket: int | None = None) -> Maker:
+        """Return the maker of a micro-batch's samples; make it if its image size is new.
+
+        Args:
+            bucket: that of its samples; None = as the plan draws it.
+        """
         split = position.split
-        size = self._size(position, draws)
+        size = self._size(position, bucket)
         if (split, size) in self._makers:
             return self._makers[split, size]
         spec = self._spec
@@ -78,11 +81,15 @@ class SampleMakers:
             self._spec.pool.kernel_threads,
         )
 
-    def _size(self, position: MicroBatchId, draws: Draws) -> Size:
+    def _size(self, position: MicroBatchId, bucket: int | None) -> Size:
         """The size of a micro-batch's images."""
-        buckets = self._spec.plan.config.sides_in(position.split)
-        bucket = buckets[draws.buckets[0]] if buckets else None
-        return size_in(self._spec.transform, position.split, position.epoch, bucket)
+        plan = self._spec.plan
+        sides = None
+        if buckets := plan.config.sides_in(position.split):
+            if bucket is None:
+                bucket = int(plan.draw(position).buckets[0])
+            sides = buckets[bucket]
+        return size_in(self._spec.transform, position.split, position.epoch, sides)
 
     @property
     def has_user_code(self) -> bool:
@@ -107,15 +114,24 @@ class SampleMakers:
 
     def recipes(
         self, block: Sequence[MicroBatchId]
-    ) -> list[tuple[Maker, Size, float, Draws]]:
-        """Return the sample maker, size, strength and draws (B,) of each micro-batch of a block."""
-        draws = self._spec.plan.draw_block(block)
+    ) -> list[tuple[Maker, Size, float, np.ndarray, np.ndarray]]:
+        """Return the sample maker, size, strength, indices and keys of each micro-batch of a block."""
+        plan = self._spec.plan
+        draws = plan.draw_block(block)
         recipes = []
         for number, position in enumerate(block):
-            own_draws = draws.at(number)
-            sample_maker = self.get(position, own_draws)
-            size = self._size(position, own_draws)
-            recipes.append((sample_maker, size, self.strength(position), own_draws))
+            drawn = draws.at(number)
+            bucket = int(drawn.buckets[0])
+            keys = plan.sample_keys(position.split, drawn)
+            recipes.append(
+                (
+                    self.get(position, bucket),
+                    self._size(position, bucket),
+                    self.strength(position),
+                    drawn.indices,
+                    keys,
+                )
+            )
         return recipes
 
     def is_unchecked(self, sample_maker: Maker) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL
 from raypipe.transform.transform_steps import Steps
+from raypipe.transform.user_code import copied
 from raypipe.transform.views import makes_views
 
 UserTransform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
@@ -79,6 +80,11 @@ class StreamSpec(
             (*self.columns.stored, *self.transform.target_columns.values())
         )
         return ("image", *([LABEL] if self.columns.reads_class else ()), *columns)
+
+    def with_own_code(self) -> StreamSpec:
+        """Return the stream with its own copies of the user's code, as another process has them."""
+        columns = replace(self.columns, function=copied(self.columns.function))
+        return replace(self, transforms=copied(self.transforms), columns=columns)
 
     @property
     def device_input(self) -> DeviceInput:

@@ -35,7 +35,7 @@ from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
 from raypipe.stores.base import Columns
 from raypipe.stores.in_memory import hold
-from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.bad_samples import BadSample, counts_of
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.faults import NO_ORDERS, Orders
 from raypipe.streaming.maker import MicroBatchMaker
@@ -64,15 +64,9 @@ class TransformWorker:
     Args:
         spec: the stream.
         supervisor: handle of the stream's Supervisor.
-        ranks_folder: identity of the folder of finished micro-batches that all ranks have, see `recall_of`.
     """
 
-    def __init__(
-        self,
-        spec: StreamSpec,
-        supervisor: Any,
-        ranks_folder: str = "",
-    ) -> None:
+    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
         yield_cpus()
         use_one_thread()
         configure_logs(spec.log_format, run=spec.run)
@@ -88,15 +82,11 @@ class TransformWorker:
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
-        if self._maker.draws_globally:
-            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
-            ranks_folder = ""
         self._recall = recall_of(
             spec,
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
-            ranks_folder,
         )
         if spec.traces and begin_recording():
             TraceSender(supervisor, this_process("transform actor"))
@@ -146,7 +136,6 @@ class TransformWorker:
             work_s = sum(batch.work_s for batch in batches) - queued_s
             work_s = max(0.0, work_s) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
-            num_bytes += sum(batch.folder_bytes for batch in batches)
             self._supervisor.block_measured.remote(
                 block[0].split, work_s, num_bytes // len(block)
             )
@@ -197,10 +186,7 @@ class TransformWorker:
             "actor_remembered_total": num_remembered,
             "actor_read_seconds_total": sum(batch.read_s for batch in batches),
             "actor_work_seconds_total": sum(batch.work_s for batch in batches),
-            "bad_samples_total": len(bad),
-            "substituted_samples_total": sum(
-                sample.substitute is not None for sample in bad
-            ),
+            **counts_of(bad),
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")

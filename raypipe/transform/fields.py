@@ -140,7 +140,6 @@ class MicroBatch:
         outage_s: part of read_s, waiting for object storage that did not answer.
         num_remembered: 1 if it was made before, maybe by another stream; else 0.
         stream_hash: 16 bytes over it, where a rank records them; else empty.
-        folder_bytes: bytes of its fields, if its rank takes them from a folder, and `fields` is empty; else 0.
         ready: event behind the work on images that a device has decoded; None = it has none.
     """
 
@@ -154,15 +153,13 @@ class MicroBatch:
     outage_s: float = 0.0
     num_remembered: int = 0
     stream_hash: bytes = b""
-    folder_bytes: int = 0
     ready: Any = None
 
-    def arrays(self, group: str = "") -> dict[str, np.ndarray]:
-        """The arrays among the fields, or those of a group by the names that they have in it."""
-        fields = in_group(self.fields, group) if group else self.fields
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays among the fields."""
         return {
             name: values
-            for name, values in fields.items()
+            for name, values in self.fields.items()
             if isinstance(values, np.ndarray)
         }
 

@@ -14,7 +14,7 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -155,7 +155,7 @@ class SampleMaker:
         return out
 
     def finish(
-        self, out: Rows, rows: slice, key: Callable[[], Key]
+        self, out: Rows, rows: slice, key: Key
     ) -> dict[str, np.ndarray | Ragged]:
         """Return the fields of a micro-batch whose rows are made; nothing is drawn under its key."""
         return out.finish(rows)

@@ -132,7 +132,7 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
     with raypipe.loader(spec) as loader:
         for batch in (batch for epoch in loader.epochs() for batch in epoch.train):
             draws = spec.plan.draw(batch.position)
-            maker = SampleMakers(spec).get(batch.position, draws)
+            maker = SampleMakers(spec).get(batch.position)
             for row, key in enumerate(spec.plan.sample_keys("train", draws).tolist()):
                 index = int(batch.index[row])
                 sample = EncodedSample(index.to_bytes(8, "little"))

@@ -14,6 +14,7 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     Rows,
+    images_in,
 )
 
 ALL = slice(None)
@@ -119,8 +120,8 @@ def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
     padded = transform_of(views, probe=lambda: samples_of([None, jpeg]))
     batch, _ = run(padded, [], KEYS, padding=2)
     assert {
-        name: array.shape for name, array in batch.arrays("view").items()
-    } == dict.fromkeys(("left", "right"), (2, 8, 4, 3))
+        name: array.shape for name, array in images_in(batch.arrays()).items()
+    } == dict.fromkeys(("view.left", "view.right"), (2, 8, 4, 3))
     assert "image" not in batch.fields and not batch["view.left"].any()
 
 

@@ -26,7 +26,6 @@ import numpy as np
 
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.plan.samplers import Draws
 from raypipe.streaming.sample_makers import Maker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.albumentations import described
@@ -52,8 +51,8 @@ def processor() -> str:
     return platform.processor()
 
 
-Recipe = tuple[Maker, Size, float, Draws]
-"""Maker of samples, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
+Recipe = tuple[Maker, Size, float, np.ndarray, np.ndarray]
+"""Maker of samples, size, strength, indices and keys of a micro-batch, from `SampleMakers.recipes`."""
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
@@ -99,14 +98,13 @@ class Contents:
         """Return the key of each micro-batch of a block."""
         split = block[0].split
         keys = []
-        for code, size, strength, draws in self._recipes(block):
+        for code, size, strength, indices, of_samples in self._recipes(block):
             digest = hashlib.blake2b(
                 self._of(split, code, size), digest_size=_KEY_BYTES
             )
-            digest.update(f"{strength!r} {len(draws.indices)} ".encode())
-            digest.update(np.ascontiguousarray(draws.indices).data)
+            digest.update(f"{strength!r} {len(indices)} ".encode())
+            digest.update(np.ascontiguousarray(indices).data)
             if not _is_fixed(self._spec, code):
-                of_samples = self._spec.plan.sample_keys(split, draws)
                 digest.update(np.ascontiguousarray(of_samples).data)
             keys.append(digest.digest())
         return keys

@@ -1,12 +1,11 @@
 """A folder of finished micro-batches by content, for all processes that see it.
 
-    KEY                 a micro-batch; whoever lacks it makes it
-    .KEY.lock           locked by who makes it, until it is there or its maker is dead
-    .KEY.xxxx           one that is being written
-    .link.STREAM.PLACE  one that an actor has left for its rank, even if KEY is removed
-    .room               see `raypipe.storage.limited_folder`
-    .lock-ranks         locked by the ranks that use the folder
-    .streams/           see `raypipe.streaming.memory.streams`
+    KEY           a micro-batch; whoever lacks it makes it
+    .KEY.lock     locked by who makes it, until it is there or its maker is dead
+    .KEY.xxxx     one that is being written
+    .room         see `raypipe.storage.limited_folder`
+    .lock-ranks   locked by the ranks that use the folder
+    .streams/     see `raypipe.streaming.memory.streams`
 
 A file that is lost costs time only: its micro-batch is made again.
 """
@@ -22,9 +21,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 
 from raypipe.config import PoolConfig
@@ -32,7 +29,6 @@ from raypipe.errors import StoreError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.limited_folder import Room, TooLargeError
 from raypipe.storage.local_file import (
-    boot_id,
     cache_folder,
     claimed,
     make_cache_folder,
@@ -48,12 +44,9 @@ _SHARE = 0.1
 _TOUCH_S = 60.0
 # What only passes by goes first, since it looks so much older.
 _PASSING_S = 365 * 86400.0
-# To copy fewer bytes costs an actor no more than a link, and its rank a file.
-_LEAST_LEFT = 256 << 10
 _READ_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
 RANKS = ".lock-ranks"
 STREAMS = ".streams"
-_LINK = ".link."
 
 
 class Folder:
@@ -63,65 +56,47 @@ class Folder:
         path: the folder.
         num_bytes: limit of all files; None = a tenth of the free space.
         keeps_passing: whether it also keeps what does not come back for sure.
+        comes_back: whether it is made again if it was removed.
     """
 
     def __init__(
-        self, path: Path, num_bytes: int | None = None, keeps_passing: bool = True
+        self,
+        path: Path,
+        num_bytes: int | None = None,
+        keeps_passing: bool = True,
+        comes_back: bool = True,
     ) -> None:
         self.path = path
         self.keeps_passing = keeps_passing
+        self._comes_back = comes_back
         self._room = Room(path, num_bytes, _SHARE)
         self._is_writable = True
 
-    @property
-    def identity(self) -> str:
-        """A name that no other folder has, in any container or machine; "" = unknown."""
-        if boot := boot_id():
-            with contextlib.suppress(FileNotFoundError):
-                status = self.path.stat()
-                return f"{boot}-{status.st_dev}-{status.st_ino}"
-        return ""
-
-    def get(
-        self, key: bytes, position: MicroBatchId, lasts: bool, stream: str = ""
-    ) -> Finished | None:
+    def get(self, key: bytes, position: MicroBatchId, lasts: bool) -> Finished | None:
         """Return a micro-batch at a place, and its bad samples; None = it is not there.
 
         Args:
             lasts: it is needed again for sure.
-            stream: name of a stream whose rank takes it from here, if it is large; "" = none does.
         """
         path = self.path / key.hex()
-        with self._reading(path):
-            # to copy a file would take most of the time
-            content = _mapped(path, mmap.MAP_SHARED if stream else _READ_AT_ONCE)
+        try:
+            content = _mapped(path)
             if lasts and time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
-            if not stream or len(content) < _LEAST_LEFT:
-                return unpacked(content, key, position, is_read=True)
-            batch, bad = unpacked(content, key, position, is_read=False)
-            if not bad and self._leave(path, stream, position):
-                return replace(batch, fields={}, folder_bytes=len(content)), bad
-            return unpacked(content, key, position, is_read=True)
+            return unpacked(content, key, position)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            logger.warning("%s is damaged, and is made again: %s", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         return None
 
-    def take(self, stream: str, position: MicroBatchId) -> Finished | None:
-        """Return what an actor has left for its rank; None = it is gone."""
-        path = self._link(stream, position)
-        with self._reading(path):
-            content = _mapped(path, _READ_AT_ONCE)
-            path.unlink()
-            return unpacked(content, None, position, is_read=True)
-        return None
-
-    def put(
-        self, key: bytes, finished: Finished, lasts: bool, makes_folder: bool = True
-    ) -> None:
+    def put(self, key: bytes, finished: Finished, lasts: bool) -> None:
         """Write a micro-batch, if there is room; a disk that fails is not tried again.
 
         Args:
             lasts: see `get`.
-            makes_folder: whether a folder that was removed comes back.
         """
         batch, _ = finished
         is_kept = self._is_writable and (lasts or self.keeps_passing)
@@ -129,7 +104,7 @@ class Folder:
         if not is_kept or (self.path / key.hex()).exists():
             return
         try:
-            if makes_folder:
+            if self._comes_back:
                 private_folder(self.path.parent, self.path.name)
             self._write(key, packed(finished, key), lasts)
         except (OSError, StoreError) as error:
@@ -143,40 +118,6 @@ class Folder:
     def claim(self, key: bytes) -> AbstractContextManager[bool]:
         """Context manager: whether no other process makes a micro-batch; others see that this one does."""
         return claimed(self.path / f".{key.hex()}.lock")
-
-    def remove(self, key: bytes) -> None:
-        """Forget a micro-batch."""
-        (self.path / key.hex()).unlink(missing_ok=True)
-
-    def remove_links(self) -> None:
-        """Remove what actors have left for ranks that will not take it."""
-        for path in self.path.glob(f"{_LINK}*"):
-            path.unlink(missing_ok=True)
-
-    def _leave(self, path: Path, stream: str, position: MicroBatchId) -> bool:
-        """Leave a file for a rank; return whether it is there."""
-        try:
-            os.link(path, self._link(stream, position))
-        except FileExistsError:
-            pass  # Ray makes a block again
-        except OSError:  # it is forgotten, or the file system has no links
-            return False
-        return True
-
-    def _link(self, stream: str, position: MicroBatchId) -> Path:
-        return self.path / f"{_LINK}{stream}.{position}"
-
-    @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[None]:
-        """Around the reading of a file, which may be missing; a damaged one is removed."""
-        try:
-            yield
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            logger.warning("%s is damaged, and is made again: %s", path, error)
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
     def _write(self, key: bytes, pieces: list[bytes | memoryview], lasts: bool) -> None:
         hidden = self.path / f".{key.hex()}.{secrets.token_hex(4)}"
@@ -213,7 +154,9 @@ def open_folder(pool: PoolConfig, num_bytes: int | None = None) -> Folder | None
             of_cache = zlib.crc32(str(cache_folder()).encode())
             name = f"raypipe-{os.getuid()}-{of_cache:08x}"
             parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else cache_folder()
-            return Folder(private_folder(parent, name), num_bytes)
+            # its last rank removes it
+            path = private_folder(parent, name)
+            return Folder(path, num_bytes, comes_back=False)
         if place == "disk":
             path = make_cache_folder("remembered")
             return Folder(path, num_bytes, keeps_passing=False)
@@ -236,8 +179,8 @@ def memory_bytes(object_store_bytes: float) -> int:
     return int(min(_SHARE * object_store_bytes, room / 2))
 
 
-def _mapped(path: Path, flags: int) -> mmap.mmap:
+def _mapped(path: Path) -> mmap.mmap:
     """Return the bytes of a file, to which nobody writes once it has its name."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ)
+        return mmap.mmap(file.fileno(), size, _READ_AT_ONCE, mmap.PROT_READ)

@@ -40,7 +40,6 @@ class Recall:
         splits: splits whose micro-batches come back for sure.
         has_repeats: whether micro-batches of a step of the training have one content, see `plan.aug_repeats`.
         streams: those that make the same training; None = it is like no other.
-        taken_by: name of the stream, if its ranks take large ones from the folder; else empty.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Recall:
         splits: frozenset[Split],
         has_repeats: bool,
         streams: Streams | None,
-        taken_by: str,
     ) -> None:
         self._make = make
         self._contents = contents
@@ -59,7 +57,6 @@ class Recall:
         self._splits = splits
         self._has_repeats = has_repeats
         self._streams = streams
-        self._taken_by = taken_by
 
     def wants(self, split: Split) -> bool:
         """Return whether a split's micro-batches may be remembered."""
@@ -87,14 +84,12 @@ class Recall:
             for number, position in enumerate(block):
                 if number in finished:
                     continue
-                one = _repeated(finished.get(keys.index(keys[number])), position)
-                if one is None:
-                    samples = None
-                    if given is not None:
-                        size = len(given.labels) // len(block)
-                        first = number * size
-                        samples = given.rows(slice(first, first + size))
-                    one = self._one(position, keys[number], samples, is_late)
+                samples = None
+                if given is not None:
+                    size = len(given.labels) // len(block)
+                    first = number * size
+                    samples = given.rows(slice(first, first + size))
+                one = self._one(position, keys[number], samples, is_late)
                 if one is not None:
                     finished[number] = one
                     is_late = False
@@ -138,45 +133,28 @@ class Recall:
         return replace(batch, work_s=time.perf_counter() - started), bad
 
     def _get(self, position: MicroBatchId, key: bytes) -> Finished | None:
-        lasts = position.split in self._splits
-        return self._folder.get(key, position, lasts, self._taken_by)
+        return self._folder.get(key, position, position.split in self._splits)
 
     def _new(
         self, position: MicroBatchId, key: bytes, given: Columns | None
     ) -> Finished:
-        """Make a micro-batch, and keep it.
-
-        It leaves its memory to the next one, if its arrays are those of the folder.
-        """
+        """Make a micro-batch, and keep it."""
         (batch,), bad, _ = self._make([position], given)
         # Substitutes of a training, and the shape of images where none is good, depend on the plan.
-        if (batch.num_bad and position.split == "train") or not batch.weight.any():
-            return batch, bad
-        # the last of the ranks that have the folder removes it
-        makes_folder = not self._taken_by
-        lasts = position.split in self._splits
-        self._folder.put(key, (batch, bad), lasts, makes_folder)
-        kept = self._get(position, key)
-        if kept is None:
-            return batch, bad
-        there, _ = kept
-        batch = replace(batch, fields=there.fields, folder_bytes=there.folder_bytes)
+        if not (batch.num_bad and position.split == "train") and batch.weight.any():
+            lasts = position.split in self._splits
+            self._folder.put(key, (batch, bad), lasts)
         return batch, bad
 
 
 def recall_of(
-    spec: StreamSpec,
-    make: Make,
-    recipes: Recipes,
-    stream: str,
-    ranks_folder: str = "",
+    spec: StreamSpec, make: Make, recipes: Recipes, stream: str
 ) -> Recall | None:
     """Return the recall of a transform actor; None = nothing is remembered.
 
     Args:
         make, recipes: `block` of the stream's `MicroBatchMaker`, and `recipes` of its sample makers.
         stream: name that no other stream has.
-        ranks_folder: identity of the folder that all ranks have; "" = there may be several.
     """
     pool = spec.pool
     num_bytes = None
@@ -196,19 +174,7 @@ def recall_of(
     streams = streams_of(contents, folder, stream)
     if not (splits or has_repeats or streams):
         return None
-    is_same = ranks_folder != "" and ranks_folder == folder.identity
-    taken_by = stream if is_same else ""
-    return Recall(make, contents, folder, splits, has_repeats, streams, taken_by)
-
-
-def _repeated(first: Finished | None, position: MicroBatchId) -> Finished | None:
-    """Return a repeat of a micro-batch at its place; None = the place needs one of its own."""
-    if first is None:
-        return None
-    batch, _ = first
-    if batch.folder_bytes or batch.num_bad or not batch.weight.any():
-        return None
-    return replace(batch, position=position, num_remembered=1, work_s=0.0), []
+    return Recall(make, contents, folder, splits, has_repeats, streams)
 
 
 def streams_of(contents: Contents, folder: Folder, stream: str) -> Streams | None:

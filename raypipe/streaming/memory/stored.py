@@ -50,14 +50,8 @@ def packed(finished: Finished, key: bytes) -> list[bytes | memoryview]:
     return pieces
 
 
-def unpacked(
-    content: mmap.mmap, key: bytes | None, position: MicroBatchId, is_read: bool
-) -> Finished:
+def unpacked(content: mmap.mmap, key: bytes, position: MicroBatchId) -> Finished:
     """Return the micro-batch of a file at a place, and its bad samples there; its arrays are views of the file.
-
-    Args:
-        key: its key; None = any.
-        is_read: check the arrays, too; else nothing but the header is read.
 
     Raises:
         ValueError, KeyError, TypeError, struct.error: the file is damaged, or of another key.
@@ -68,14 +62,14 @@ def unpacked(
     if magic != _MAGIC or zlib.crc32(text) != checksum:
         raise ValueError("its header's checksum is wrong")
     header = json.loads(text)
-    if key is not None and header["key"] != key.hex():
+    if header["key"] != key.hex():
         raise ValueError("it has the content of another key")
     row = dict[str, np.ndarray]()
     for name, dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))
         row[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
         start += -(-row[name].nbytes // _ALIGNED) * _ALIGNED
-    if is_read and _checksum(row.values()) != header["checksum"]:
+    if _checksum(row.values()) != header["checksum"]:
         raise ValueError("the checksum of its arrays is wrong")
     (batch,) = batches_of(row)
     bad = [replace(BadSample(**sample), position=position) for sample in header["bad"]]

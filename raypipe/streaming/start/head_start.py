@@ -34,6 +34,7 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
+from raypipe.streaming.bad_samples import counts_of
 from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.rank_stream import HeadStartLostError
@@ -41,7 +42,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_marks import Marks
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.user_code import copied, failed
+from raypipe.transform.user_code import failed
 
 # Seconds that pass until the pool's first micro-batch is there, on two busy cores, once it is laid out.
 _COVER_S = 5.0
@@ -269,12 +270,7 @@ class HeadStart:
                 store.close()
 
     def _make_all(self) -> None:
-        columns = self._spec.columns
-        spec = replace(
-            self._spec,
-            transforms=copied(self._spec.transforms),
-            columns=replace(columns, function=copied(columns.function)),
-        )
+        spec = self._spec.with_own_code()
         maker = MicroBatchMaker(spec)
         with self._changed:
             self._draws_globally = maker.draws_globally
@@ -298,13 +294,7 @@ class HeadStart:
                     _size(batch),
                 )
             maker.settle([batch], bad)
-            amounts = {
-                "bad_samples_total": len(bad),
-                "substituted_samples_total": sum(
-                    sample.substitute is not None for sample in bad
-                ),
-            }
-            metrics.add(amounts, split=place.split)
+            metrics.add(counts_of(bad), split=place.split)
             if not self._put(batch):
                 return
             del batch

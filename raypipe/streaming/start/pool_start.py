@@ -101,7 +101,7 @@ class PooledStream(Iterator[MicroBatch]):
 
     @property
     def memory(self) -> RankMemory:
-        """The folder from which this rank takes micro-batches, once there is a Supervisor."""
+        """The folder of finished micro-batches on this node, once there is a Supervisor."""
         if self._memory is None:
             self._memory = RankMemory(self._spec, stream_name(self.supervisor))
             self.on_end.append(self._memory.close)
@@ -240,4 +240,4 @@ class PooledStream(Iterator[MicroBatch]):
         self._iterators = self._start_pool(self)
         self.check()
         iterator = begun(self._iterators[self._rank])
-        self._from_pool = host_batches(iterator, self.memory)
+        self._from_pool = host_batches(iterator)

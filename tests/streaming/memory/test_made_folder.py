@@ -100,16 +100,6 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
     assert same(folder.get(KEYS[0], PLACE, lasts=True), finished())
 
 
-def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.put(KEYS[0], large(), lasts=True)
-    with (tmp_path / KEYS[0].hex()).open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"damage")
-    assert folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    assert folder.take("s", PLACE) is None
-
-
 def test_what_passes_by_goes_before_a_validation(tmp_path: Path) -> None:
     Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
     size = (tmp_path / KEYS[0].hex()).stat().st_size
@@ -177,7 +167,6 @@ def test_each_setting_has_its_folder(
     for remember in ("memory", "disk", str(tmp_path / "shared")):
         folder = open_folder(PoolConfig(remember=remember))
         assert folder is not None and folder.path.stat().st_mode & 0o777 == 0o700
-        assert folder.identity == Folder(folder.path).identity != ""
         paths[remember] = folder.path
     assert paths["memory"].parent == tmp_path
     assert paths["disk"] == tmp_path / "cache" / "remembered"

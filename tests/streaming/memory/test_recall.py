@@ -67,26 +67,24 @@ class Stream:
         spec: StreamSpec,
         name: str = "s",
         made: Counter[MicroBatchId] | None = None,
-        leaves: bool = True,
     ) -> None:
         self.spec = spec
         self.made = Counter[MicroBatchId]() if made is None else made
         self.maker = MicroBatchMaker(spec)
         self.rank = RankMemory(spec, name)
-        folder = self.rank.folder if leaves else ""
         recipes = self.maker.sample_makers.recipes
-        recall = recall_of(spec, self.make, recipes, name, folder)
+        recall = recall_of(spec, self.make, recipes, name)
         assert recall is not None
         self.recall = recall
 
-    def make(self, block: Sequence[MicroBatchId], *reads: Any) -> Made:
+    def make(self, block: Sequence[MicroBatchId], *given: Any) -> Made:
         self.made.update(block)
-        return self.maker.block(block, *reads)
+        return self.maker.block(block, *given)
 
     def read(self, block: list[MicroBatchId]) -> tuple[list[bytes], int, Any]:
         """Digests of a block as a rank gets it, how many were remembered, and its bad samples."""
         batches, bad, arrays = self.recall.block(block)
-        found = list(batches_of(block_row(batches, arrays), self.rank))
+        found = list(batches_of(block_row(batches, arrays)))
         num = sum(batch.num_remembered for batch in found)
         return [batch_hash(batch) for batch in found], num, bad
 
@@ -100,14 +98,11 @@ def expected(spec: StreamSpec, block: list[MicroBatchId]) -> tuple[list[bytes], 
     return [batch_hash(batch) for batch in batches], bad
 
 
-# micro-batches of 3 KB are copied, those of 602 KB are left for the rank
-@pytest.mark.parametrize("size", [16, 224])
-@pytest.mark.parametrize("leaves", [True, False])
 def test_a_block_of_remembered_and_new_ones_is_that_of_the_maker(
-    tmp_path: Path, size: int, leaves: bool
+    tmp_path: Path,
 ) -> None:
-    spec = spec_of(tmp_path, size=size)
-    stream = Stream(spec, leaves=leaves)
+    spec = spec_of(tmp_path)
+    stream = Stream(spec)
     for numbers in ([1], [4, 2], list(range(6)), list(range(6))):
         block = [block_of("val", 1, 6)[number] for number in numbers]
         num_before = stream.made.total()
@@ -115,7 +110,6 @@ def test_a_block_of_remembered_and_new_ones_is_that_of_the_maker(
         assert digests == expected(spec, block)[0]
         assert num == len(numbers) - (stream.made.total() - num_before)
     assert stream.made.total() == 6
-    assert not list((tmp_path / "remembered").glob(".link*"))
 
 
 def test_a_bad_sample_of_a_validation_is_reported_at_each_place(tmp_path: Path) -> None:
@@ -147,12 +141,14 @@ def test_samples_that_a_reader_has_read_stay_with_their_micro_batches(
     stream = Stream(spec)
     block = block_of("val", num=6)
 
-    def reads(of_block: list[MicroBatchId]) -> Any:
-        plan = spec.plan
-        return [stream.maker.read_store(at, plan.indices(at)) for at in of_block]
+    def given(of_block: list[MicroBatchId], read_s: float) -> Any:
+        indices = spec.plan.draw_block(of_block).indices.ravel()
+        samples = stream.maker.read_store(of_block[0], indices)
+        samples.read_s = read_s
+        return samples
 
-    stream.recall.block([block[2]], reads([block[2]]), 1.0)
-    batches, _, _ = stream.recall.block(block, reads(block), 6.0)
+    stream.recall.block([block[2]], given([block[2]], 1.0))
+    batches, _, _ = stream.recall.block(block, given(block, 6.0))
     assert [batch_hash(batch) for batch in batches] == expected(spec, block)[0]
     assert [round(batch.read_s, 9) for batch in batches] == [1.0] * 6
 
@@ -227,9 +223,7 @@ def test_eight_trials_make_each_micro_batch_once_and_a_late_one_none(
 
 def test_little_room_and_a_folder_that_is_wiped_cost_no_pixel(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, pool={"remember": {str(tmp_path): 3 << 20}}, size=224)
-    trials = [
-        Trial(Stream(spec, str(number), leaves=number > 0)) for number in range(3)
-    ]
+    trials = [Trial(Stream(spec, str(number))) for number in range(3)]
     ended = threading.Event()
 
     def wipe() -> None:
@@ -255,12 +249,11 @@ def test_the_last_rank_empties_the_memory_and_keeps_the_disk(
         )
         assert first.rank._folder is not None
         path = first.rank._folder.path
-        first.recall.block(block_of("val"))  # a rank that never takes it
+        first.recall.block(block_of("val"))
         first.rank.close()
         assert second.read(block_of("val", 1))[1] == STEPS
         second.rank.close()
         assert path.exists() == (remember == "disk")
-        assert not list(path.glob(".link*"))
 
 
 def repeated(folder: Any, bad: tuple[int, ...], **settings: Any) -> StreamSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import stat
 import time
@@ -143,10 +144,13 @@ def locked(path: Path, poll_s: float = _POLL_S) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[bool]:
+def claimed(path: Path, most_s: float = math.inf) -> Iterator[bool]:
     """Context manager: whether no other process holds a lock file; then this one does, and removes it at the end.
 
     It is True, too, where the file system has no locks, or no such folder.
+
+    Args:
+        most_s: seconds after which a holder counts no more: it may be stopped.
     """
     try:
         descriptor = open_lock(path)
@@ -154,10 +158,14 @@ def claimed(path: Path) -> Iterator[bool]:
         yield True
         return
     is_free = True
+    held_s = 0.0
     try:
         with contextlib.suppress(OSError):
             is_free = try_lock(descriptor)
-        yield is_free
+            if is_free:
+                os.utime(descriptor)
+            held_s = time.time() - os.fstat(descriptor).st_mtime
+        yield is_free or held_s > most_s
     finally:
         if is_free:
             path.unlink(missing_ok=True)

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE = 0.1
 _TOUCH_S = 60.0
+# Others wait at most this long for one that makes a micro-batch, and then make it as well.
+_MAKING_S = 10.0
 # What only passes by goes first, since it looks so much older.
 _PASSING_S = 365 * 86400.0
 _READ_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
@@ -116,8 +118,9 @@ class Folder:
             )
 
     def claim(self, key: bytes) -> AbstractContextManager[bool]:
-        """Context manager: whether no other process makes a micro-batch; others see that this one does."""
-        return claimed(self.path / f".{key.hex()}.lock")
+        """Context manager: whether to make a micro-batch, since no other process does; others see that this one
+        does. One that has had it for long does not count: it may be stopped, or on a node that is lost."""
+        return claimed(self.path / f".{key.hex()}.lock", _MAKING_S)
 
     def _write(self, key: bytes, pieces: list[bytes | memoryview], lasts: bool) -> None:
         hidden = self.path / f".{key.hex()}.{secrets.token_hex(4)}"

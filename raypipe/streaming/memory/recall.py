@@ -25,8 +25,6 @@ Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
 """Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
 Make = Callable[..., Made]
 
-# An actor waits at most this long for what others make, and then makes it as well.
-_WAIT_S = 10.0
 _LOOK_S = 0.02
 
 
@@ -77,10 +75,8 @@ class Recall:
         """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
         keys = self._contents.keys(block)
         finished = dict[int, Finished]()
-        late_at = time.monotonic() + _WAIT_S
         while len(finished) < len(block):
             num_before = len(finished)
-            is_late = time.monotonic() > late_at
             for number, position in enumerate(block):
                 if number in finished:
                     continue
@@ -89,13 +85,10 @@ class Recall:
                     size = len(given.labels) // len(block)
                     first = number * size
                     samples = given.rows(slice(first, first + size))
-                one = self._one(position, keys[number], samples, is_late)
+                one = self._one(position, keys[number], samples)
                 if one is not None:
                     finished[number] = one
-                    is_late = False
-            if len(finished) > num_before:
-                late_at = time.monotonic() + _WAIT_S
-            else:
+            if len(finished) == num_before:
                 report_progress()  # a time limit is not one of others' work
                 time.sleep(_LOOK_S)
         batches = [finished[number][0] for number in range(len(block))]
@@ -113,18 +106,13 @@ class Recall:
         position: MicroBatchId,
         key: bytes,
         given: Columns | None,
-        is_late: bool,
     ) -> Finished | None:
-        """Find or make a micro-batch; None = another process makes it.
-
-        Args:
-            is_late: make it anyway.
-        """
+        """Find or make a micro-batch; None = another process makes it."""
         started = time.perf_counter()
         found = self._get(position, key)
         if found is None:
-            with self._folder.claim(key) as is_free:
-                if not (is_free or is_late):
+            with self._folder.claim(key) as is_mine:
+                if not is_mine:
                     return None
                 found = self._get(position, key)
                 if found is None:

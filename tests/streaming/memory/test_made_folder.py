@@ -146,6 +146,13 @@ def test_a_kill_between_claim_and_put_does_no_harm(tmp_path: Path) -> None:
     streams = Streams(tmp_path, "content", "ours")
     with folder.claim(KEYS[0]) as is_free:
         assert not is_free
+    lock = tmp_path / f".{KEYS[0].hex()}.lock"
+    os.utime(lock, (0, 0))
+    # a holder that may be stopped holds up nobody, and keeps its lock
+    for _ in range(2):
+        with folder.claim(KEYS[0]) as is_mine:
+            assert is_mine
+    assert lock.exists()
     assert streams.are_others()
     assert not Streams(tmp_path, "other content", "theirs").are_others()
     assert process.pid is not None
@@ -153,6 +160,9 @@ def test_a_kill_between_claim_and_put_does_no_harm(tmp_path: Path) -> None:
     process.join()
     with folder.claim(KEYS[0]) as is_free:
         assert is_free
+        # the age of a claim is its own
+        with folder.claim(KEYS[0]) as is_mine:
+            assert not is_mine
         folder.put(KEYS[0], finished(), lasts=True)
     assert keys_in(folder) == KEYS[:1]
     assert not Streams(tmp_path, "content", "ours").are_others()

@@ -17,7 +17,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.memory import recall as module
+from raypipe.streaming.memory import made_folder as module
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.memory.recall import Made, recall_of
 from raypipe.streaming.opening import open_stream
@@ -208,7 +208,7 @@ def of_all(spec: StreamSpec) -> list[bytes]:
 def test_eight_trials_make_each_micro_batch_once_and_a_late_one_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_WAIT_S", 1e9)  # whatever the pace of the machine
+    monkeypatch.setattr(module, "_MAKING_S", 1e9)  # whatever the pace of the machine
     made = Counter[MicroBatchId]()
     spec = spec_of(tmp_path, size=160)
     trials = [Trial(Stream(spec, str(number), made)) for number in range(8)]

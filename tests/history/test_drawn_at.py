@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections import defaultdict
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import without_ray
+from logged_runs import logging_loader
 from tiers import in_system
 
 import raypipe
@@ -24,9 +24,6 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import History, index_of
 from raypipe.history.recorded import open_run
-from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader
 
 from pictures import picture  # isort: skip
 
@@ -97,14 +94,8 @@ def trained(spec: Any, run_dir: Path, world_size: int) -> Seen:
     killed_at = spec.plan.steps_per_epoch + 2
     for begin, end in ((0, killed_at), (2, 1 << 20)):
         for rank in range(world_size):
-            opened = functools.partial(
-                inline_batches, spec, rank=rank, world_size=world_size
-            )
             cursor = spec.plan.cursor_at(begin)
-            records = open_filesystem(run_dir.as_uri())
-            with Loader(
-                spec, opened, rank, world_size, cursor=cursor, folder=records
-            ) as loader:
+            with logging_loader(spec, run_dir, rank, world_size, cursor) as loader:
                 for batch in until(loader, end):
                     by_place[batch.position] = batch.index.tolist()
     for at, indices in by_place.items():

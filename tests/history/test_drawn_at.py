@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import without_ray
 from logged_runs import logging_loader
-from tiers import in_system
 
 import raypipe
 from raypipe.commands.cli import main
@@ -112,8 +111,16 @@ def until(loader: Any, step: int) -> Iterator[Any]:
             return
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", in_system(KINDS, "windows"))
+# Each kind but the slowest is of the default tier, with one rank or two.
+RANKS = [
+    pytest.param(kind, ranks, marks=[pytest.mark.system] * is_slow)
+    for number, kind in enumerate(KINDS)
+    for ranks in (1, 2)
+    for is_slow in [kind == "windows" or number % 2 == ranks % 2]
+]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), RANKS)
 def test_samples_are_found_where_a_killed_runs_loop_saw_them(
     kind: str, world_size: int, folder: Path, tmp_path: Path
 ) -> None:

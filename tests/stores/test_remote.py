@@ -11,11 +11,12 @@ import lmdb
 import numpy as np
 import pyarrow.fs
 import pytest
+import tars
 from foreign_lmdbs import DUMPS, write_values
 from lmdb_extension import needs_extension
 from refused import store_refused
 from s3_server import FaultyProxy, first
-from tars import by_suffix, put, write_members
+from tars import put
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, read_whole
@@ -40,9 +41,8 @@ def write(
 
 
 def write_tar(path: Path, start: int, end: int) -> None:
-    pairs = zip(IMAGES[start:end], LABELS[start:end], strict=True)
-    samples = ({"png": image, "cls": b"%d" % label} for image, label in pairs)
-    write_members(path, by_suffix(samples, start))
+    pairs = [*zip(IMAGES[start:end], LABELS[start:end], strict=True)]
+    tars.write_tar(path, pairs, start)
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:

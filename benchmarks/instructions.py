@@ -65,7 +65,7 @@ def make_all() -> None:
     from raypipe.config import TransformConfig
     from raypipe.kernel import extension
     from raypipe.transform.sample_maker import SampleMaker
-    from raypipe.transform.samples import Samples
+    from raypipe.transform.samples import of_images
 
     rng = np.random.default_rng(0)
     pictures: dict[tuple[int, int], bytes] = {}
@@ -75,11 +75,10 @@ def make_all() -> None:
         Image.fromarray(coarse).resize((width, height)).save(file, "JPEG", quality=90)
         pictures[height, width] = file.getvalue()
     keys = np.arange(2 * _NUM_SAMPLES, dtype=np.uint64).reshape(-1, 2)
-    labels = np.zeros(_NUM_SAMPLES, np.int64)
     for level in range(len(LEVELS)):
         extension._extension().set_simd(level)
         for transform, size, sides in cases().values():
-            samples = Samples([pictures[side] for side in sides], labels)
+            samples = of_images([pictures[side] for side in sides])
             SampleMaker(transform, TransformConfig(size=size)).make(samples, keys)
 
 

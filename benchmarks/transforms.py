@@ -21,8 +21,9 @@ import numpy as np
 
 from raypipe import TransformConfig, open_store
 from raypipe.kernel import why_no_kernel
+from raypipe.stores.base import Columns
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import Samples, read_samples
+from raypipe.transform.samples import read_samples
 
 NAMES = [
     "light",
@@ -38,7 +39,7 @@ NAMES = [
 MICRO_BATCH = 50
 
 
-def samples_of(address: str, num: int) -> list[Samples]:
+def samples_of(address: str, num: int) -> list[Columns]:
     """The first samples of a store, in micro-batches."""
     store = open_store(address)
     num = min(len(store), num)
@@ -49,20 +50,22 @@ def samples_of(address: str, num: int) -> list[Samples]:
 
 
 def measure(
-    samples: list[Samples], modes: Mapping[str, SampleMaker], epoch: int
+    samples: list[Columns], modes: Mapping[str, SampleMaker], epoch: int
 ) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
     spent_ns = dict.fromkeys(modes, 0)
     names = list(modes)
     for number, part in enumerate(samples):
-        indices = np.arange(len(part)) + number * MICRO_BATCH
-        keys = np.stack([np.full(len(part), epoch), indices], axis=1).astype(np.uint64)
+        indices = np.arange(len(part.labels)) + number * MICRO_BATCH
+        keys = np.stack([np.full(len(indices), epoch), indices], axis=1)
+        keys = keys.astype(np.uint64)
         turn = (number + epoch) % len(names)
         for name in names[turn:] + names[:turn]:
             started_ns = time.thread_time_ns()
             modes[name].make(part, keys)
             spent_ns[name] += time.thread_time_ns() - started_ns
-    return {name: sum(map(len, samples)) / ns * 1e9 for name, ns in spent_ns.items()}
+    total = sum(len(part.labels) for part in samples)
+    return {name: total / ns * 1e9 for name, ns in spent_ns.items()}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import SourceRow
+from raypipe.streaming.row import of_source_row, source_row
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import read_samples
 
@@ -106,10 +106,10 @@ def rows_of(
     )
     given = None
     if through_row:  # as a reader hands it over
-        read = read_samples(store, spec.plan.indices(AT), spec.wanted)
-        (given,) = SourceRow.unpacked(SourceRow([AT], [read]).packed()).reads or ()
-    reads = None if given is None else [given]
-    (batch,), bad, _ = MicroBatchMaker(spec).block([AT], reads)
+        reads_class = spec.columns.reads_class
+        read = read_samples(store, spec.plan.indices(AT), spec.names, reads_class)
+        _, given = of_source_row(source_row([AT], read))
+    (batch,), bad, _ = MicroBatchMaker(spec).block([AT], given)
     store.close()
     assert [sample.index for sample in bad] in ([], [damaged])
     assert all(sample.error and (sample.name or sample.store) for sample in bad)

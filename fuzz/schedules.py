@@ -235,9 +235,10 @@ def decoding(code: Code, cuda: Cuda) -> None:
         decoder = code.decoders.DeviceDecoder(CUDA)
     consumer.leave_garbage()
 
-    def decode_images(host: MicroBatch) -> tuple[MicroBatch, Any]:
-        images = decoder(host.fields[DATA], host[MAP], host.weight > 0)
-        return replace(host, fields={"label": host["label"]}), images
+    def decode_images(host: MicroBatch) -> MicroBatch:
+        made = decoder(host.fields[DATA], host[MAP], host.weight > 0)
+        fields: dict[str, Any] = {"image": made.image, "label": host["label"]}
+        return replace(host, fields=fields, ready=made.ready)
 
     depth = cuda.rng.randrange(1, 3)
     batches = code.prefetcher.on_device(

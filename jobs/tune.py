@@ -39,7 +39,7 @@ from raypipe.rayext.trainer import train_alone
 from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.opening import spec_of
 from raypipe.train.loop import Trainer
-from raypipe.transform.presets import check_transform
+from raypipe.transform.presets import build_transform
 
 _JITTER = {
     "op": "ColorJitter",
@@ -225,7 +225,7 @@ def search(
     check_code(run.train, len(run.augment.mean))
     check_augment(AugmentConfig(ops=[_ERASE]))  # whether Kornia is there
     for transform in transforms:
-        check_transform(transform, run.transform.final_size)
+        build_transform(transform, run.transform.final_size)
     with located(run, "tune-") as (run, folder, _):
         own = {"trials": trials, "seeds": seeds, "transforms": transforms}
         write_text(

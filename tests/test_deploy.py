@@ -151,17 +151,6 @@ def test_neither_head_nor_node_starts_without_the_token(tmp_path: Path) -> None:
     assert not (tmp_path / ".ray").exists(), "a token that no other node has"
 
 
-def test_every_cluster_calls_a_dead_node_dead_at_the_same_time(
-    kuberay: dict[str, dict[str, Any]],
-) -> None:
-    head = groups_of(kuberay["RayCluster"])[0]["template"]["spec"]["containers"][0]
-    of_pods = {each["name"]: each.get("value", "") for each in head["env"]}
-    of_nodes = container_environment(load(RAY_UP[0]), "head_run_options")
-    names = [name for name in of_nodes if name.startswith("RAY_health_check_")]
-    assert len(names) == 3
-    assert [of_nodes[name] for name in names] == [of_pods[name] for name in names]
-
-
 def account(folder: Path, cidr: str) -> str:
     """What deploy/aws-account.sh prints."""
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -285,20 +274,6 @@ def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none() -> Non
         assert allows("raypipe-head", "iam:PassRole", arn, **to_machines) == may
 
 
-def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(
-    aws: Any, folder: Path
-) -> None:
-    def networks() -> list[str]:
-        groups = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
-        rules = [rule for group in groups for rule in group["IpPermissions"]]
-        assert len(rules) == 2
-        return [network["CidrIp"] for rule in rules for network in rule["IpRanges"]]
-
-    assert networks() == ["203.0.113.7/32"]
-    account(folder, "198.51.100.0/24")
-    assert networks() == ["198.51.100.0/24"]
-
-
 def of_google(schemas: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """JSON Schema of a part of Google's API description; unknown fields are errors."""
     if "$ref" in schema:
@@ -341,33 +316,7 @@ def test_google_cloud_knows_every_field_of_its_nodes(path: Path) -> None:
         jsonschema.validate({"machineTyp": "n2-standard-8"}, instance)
 
 
-def test_both_clouds_get_the_same_cluster() -> None:
-    aws, gcp, p5, a3 = map(load, RAY_UP)
-    of_cloud = {"provider", "available_node_types", "initialization_commands"}
-    for name in set(aws) - of_cloud:
-        assert aws[name] == gcp[name], name
-    for small, large in ((aws, p5), (gcp, a3)):
-        assert set(small) == set(large)
-        for name in set(small) - {"available_node_types", "max_workers"}:
-            assert small[name] == large[name], name
-
-
 # Hosts of eight GPUs
-
-
-def test_a_p5_has_efa_on_each_card_and_no_other_host_its_devices() -> None:
-    config = prepare_config(load(DEPLOY / "aws-p5.yaml"))
-    groups = config["available_node_types"]
-    interfaces = groups["gpu"]["node_config"]["NetworkInterfaces"]
-    given = [
-        (each["NetworkCardIndex"], each["DeviceIndex"], each["InterfaceType"])
-        for each in interfaces
-    ]
-    assert given[:2] == [(0, 0, "interface"), (0, 1, "efa-only")]
-    assert given[2:] == [(card, 0, "efa-only") for card in range(1, 32)]
-    assert [name for name, each in groups.items() if each.get("docker")] == ["gpu"]
-    words = groups["gpu"]["docker"]["worker_run_options"]
-    assert "--device /dev/infiniband" in " ".join(words)
 
 
 # KubeRay
@@ -444,21 +393,6 @@ def test_pods_of_a_run_are_not_moved_and_workers_are_drained_first(
         assert int(command[-1]) < worker["spec"]["terminationGracePeriodSeconds"]
     for name in ("head", "gpu"):
         kubernetes_validate.validate(kuberay[f"raypipe-{name}"], version, strict=True)
-
-
-def test_the_commented_lines_let_a_heads_state_outlive_it() -> None:
-    text = (DEPLOY / "kuberay.yaml").read_text()
-    lines = re.search(r"(  # gcsFaultToleranceOptions:\n(?:  #   .*\n)+)", text)
-    assert lines
-    turned_on = text.replace(
-        lines[1], lines[1].replace("# ", "", 2).replace("  #   ", "    ")
-    )
-    cluster = next(yaml.safe_load_all(turned_on))
-    assert set(cluster["spec"]["gcsFaultToleranceOptions"]) == {
-        "redisAddress",
-        "redisPassword",
-    }
-    jsonschema.validate(cluster, load(ROOT / "tests/deploy/kuberay_model.yaml"))
 
 
 def test_the_job_starts_the_run_or_goes_on_with_it_by_a_file_of_the_image(

@@ -25,7 +25,7 @@ from raypipe.commands import cli, settings
 from raypipe.config import RunConfig
 from raypipe.metrics.records import read_records
 from raypipe.stores import digits_stores
-from raypipe.transform.presets import check_transform
+from raypipe.transform.presets import build_transform
 
 from pictures import samples, write_tar  # isort: skip
 
@@ -84,9 +84,9 @@ def test_all_settings_are_settings(tmp_path: Path) -> None:
         run = parse_run([f"--config={tmp_path / 'some.yaml'}"], None)
         assert set(yaml.safe_load(block)) <= set(vars(run))
         for transform in (run.transform.train, run.transform.val):
-            check_transform(
-                transform, run.transform.size, run.transform.decode == "array"
-            )
+            if ":" not in str(transform):  # the reader's own code
+                is_array = run.transform.decode == "array"
+                build_transform(transform, run.transform.final_size, is_array)
 
 
 @pytest.mark.parametrize("code", blocks("python"))

@@ -18,7 +18,7 @@ from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
 from raypipe.launch.run_checks import check_augment
-from raypipe.transform.presets import check_transform
+from raypipe.transform.presets import build_transform
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("albumentations", "kornia", "cv2")
@@ -89,15 +89,15 @@ def test_a_plain_installation_has_none_of_the_libraries() -> None:
 MISSING: dict[str, tuple[str, Callable[[], object]]] = {
     "a list of steps": (
         "albumentations",
-        lambda: check_transform([{"HorizontalFlip": {}}], 8),
+        lambda: build_transform([{"HorizontalFlip": {}}], 8),
     ),
     "a list of steps in a view": (
         "albumentations",
-        lambda: check_transform({"a": {"transform": [{"D4": {}}], "count": 2}}, 8),
+        lambda: build_transform({"a": {"transform": [{"D4": {}}], "count": 2}}, 8),
     ),
     "a preset of arrays": (
         "albumentations",
-        lambda: check_transform("light", 8, arrays=True),
+        lambda: build_transform("light", 8, by_library=True),
     ),
     "a pipeline by name": (
         "albumentations",

@@ -48,13 +48,6 @@ def test_a_log_line_is_one_object_with_its_place_in_the_run(
     }
 
 
-def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("json")
-    logger.error("no run")
-    (line,) = lines(capsys.readouterr().err)
-    assert line.keys() == {"time", "level", "logger", "message"}
-
-
 def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("json")
     try:
@@ -100,16 +93,6 @@ def test_configuring_twice_writes_once_and_text_leaves_no_trace(
         logging.NOTSET,
         True,
     )
-
-
-def test_text_leaves_the_levels_of_whoever_owns_the_process() -> None:
-    root = logging.getLogger("raypipe")
-    root.setLevel(logging.ERROR)
-    try:
-        configure_logs("text", run="mine")
-        assert root.level == logging.ERROR
-    finally:
-        root.setLevel(logging.NOTSET)
 
 
 def test_lines_that_ray_data_writes_by_a_handler_of_its_own_are_json_too() -> None:

@@ -255,7 +255,7 @@ def _alone(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from raypipe.kernel import use_one_thread
     from raypipe.transform.sample_maker import SampleMaker
-    from raypipe.transform.samples import Samples
+    from raypipe.transform.samples import of_images
 
     use_one_thread()  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
@@ -273,7 +273,7 @@ def _alone(
             np.uint64
         )
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
-        maker.make(Samples(images, np.zeros(len(indices), np.int64)), keys)
+        maker.make(of_images(images), keys)
 
     make(0)
     started = time.perf_counter()

@@ -31,7 +31,7 @@ from raypipe.transform.fields import (
     Ragged,
     in_group,
 )
-from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
+from raypipe.transform.samples import NO_LABEL, read_samples
 from raypipe.transform.targets import decode_targets
 
 
@@ -49,7 +49,7 @@ class Preview:
         self.store = spec.stores["train"]
         self._ending = spec.endings.get("train")
         self._columns = spec.columns
-        self._wanted = spec.wanted
+        self._names = spec.names
         self._targets = spec.transform.target_columns
         self._config = spec.transform
         # an augmentation that cannot be built is an error at once
@@ -135,18 +135,19 @@ class Preview:
         return image.permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
-        sample = read_samples(self.store, np.array([index]), self._wanted)[0]
-        assert isinstance(sample, EncodedSample)
+        sample = read_samples(
+            self.store, np.array([index]), self._names, self._columns.reads_class
+        )
         if LABEL in self._columns.types:
             name = ""
         else:
-            name = self._class(sample.label)
+            name = self._class(int(sample.labels[0]))
         try:
-            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.image)))
+            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.images[0])))
             height, width = image.shape[:2]
             form = self._config.boxes_format
             targets: Any = decode_targets(
-                sample.columns, self._targets, (height, width), form
+                sample.row(0), self._targets, (height, width), form
             )
         except SampleError as error:
             return Tile(None, (name, f"sample {index}"), str(error))

@@ -10,7 +10,6 @@ through the ring.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 
 from raypipe.device.ambient import pinned
-from raypipe.device.decoders import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
 from raypipe.errors import ConfigError
@@ -223,7 +221,7 @@ def on_device(
     keep: int = 0,
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
-    decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None = None,
+    decode: Callable[[MicroBatch], MicroBatch] | None = None,
     facts_of: Callable[[MicroBatch], Mapping[str, Any]] = lambda host: {},
     hash_of: Callable[[MicroBatch], bytes] | None = None,
 ) -> Iterator[Batch]:
@@ -236,22 +234,18 @@ def on_device(
         depth, keep, on_copied: see `Ring`.
         ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do; False = never: the consumer's
             thread makes a micro-batch, for a source that draws from generators that threads share, and copies it.
-        decode: decodes a micro-batch's images on the device, and returns the rest of it; None = they are pixels.
+        decode: decodes a micro-batch's images on the device; None = they are pixels.
         facts_of: further attributes of a micro-batch's `Batch`, by name.
         hash_of: the hash of a micro-batch as it comes; None = it has none.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
-    images = deque[Decoded]()  # on their way, in order
 
     def prepared(host: MicroBatch) -> MicroBatch:
         if hash_of:
             host = replace(host, stream_hash=hash_of(host))
-        if decode:
-            host, image = decode(host)
-            images.append(image)
-        return host
+        return decode(host) if decode else host
 
     source = map(prepared, batches) if hash_of or decode else batches
     through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
@@ -261,10 +255,8 @@ def on_device(
     ) -> Batch:
         with pinned(through.device):
             fields = _fields(host, tensors)
-            if decode:
-                image = images.popleft()
-                hand_over(image.ready, [image.image], through.device)
-                fields = {IMAGE: image.image, **fields}
+            if host.ready is not None:
+                hand_over(host.ready, [fields[IMAGE]], through.device)
             same = {name: getattr(host, name) for name in _SAME}
             return Batch(
                 seed=seed_of(host.position),
@@ -280,7 +272,9 @@ def on_device(
         with closing(iter(through)) as pairs:
             for host, tensors in pairs:
                 # an image that was decoded is made on the current stream
-                yield made(host, tensors, None if decode else through.copied)
+                yield made(
+                    host, tensors, through.copied if host.ready is None else None
+                )
                 del host, tensors
 
     def of_host(host: MicroBatch) -> Batch:
@@ -304,9 +298,10 @@ _ELSEWHERE = np.empty(0, np.uint8)
 def _without_arrays(host: MicroBatch) -> MicroBatch:
     """Copy the parts of a micro-batch that the host still needs, without views of its block."""
     on_host: dict[str, Any] = {
-        name: values.copied() if isinstance(values, Ragged) else _ELSEWHERE
+        name: values.copied() if isinstance(values, Ragged) else values
         for name, values in host.fields.items()
     }
+    on_host |= dict.fromkeys(host.arrays(), _ELSEWHERE)
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
 
@@ -340,6 +335,6 @@ def _fields(host: MicroBatch, arrays: Sequence[torch.Tensor]) -> dict[str, Any]:
         elif name in images:
             # NHWC in memory is channels_last as it stands
             fields[name] = images[name].movedim(-1, -3)
-        elif name in tensors:
-            fields[name] = tensors[name]
+        else:  # images that were decoded here have no array
+            fields[name] = tensors.get(name, values)
     return fields

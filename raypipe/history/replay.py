@@ -99,11 +99,7 @@ class Replay:
         plan = self.run.plan
         workers = self.run.start_at(place).workers
         ends_step = place.micro >= plan.config.per_step - workers
-        last_step = plan.val_steps - 1
-        if place.split == "train":
-            training = plan.training_of(place.epoch)
-            last_step = training.step_of(training.num_delivered - 1)
-        ends_split = ends_step and place.step == last_step
+        ends_split = ends_step and plan.ends_split(place)
         batch = self.remade(place).finished
         return changed(batch, ends_step=ends_step, ends_split=ends_split)
 

@@ -1,7 +1,8 @@
 """Keyed permutations of [0, N): the number at each position of a pass. Numpy only.
 
-Nothing here holds an array of N: a keyed bijection maps a position to a number, so a pass can start at any
-position at the same cost, and a store of 10^9 samples costs as much as one of 10^4.
+A keyed bijection maps a position to a number, so a pass can start at any position at the same cost, and a store
+of 10^9 samples costs as much as one of 10^4. Only the order of groups, and of a short pass that is asked for
+whole, is an array.
 """
 
 from __future__ import annotations

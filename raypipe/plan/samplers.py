@@ -1,4 +1,4 @@
-"""Samplers: positions, counted through a run, → draws of samples, each in O(1). Numpy only.
+"""Samplers: positions, counted through a run, → draws of samples. Numpy only.
 
 Permuted     each sample of a store, or of a bucket of it, once in a pass
 Weighted     each as often as its weight says

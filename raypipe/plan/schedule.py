@@ -3,13 +3,13 @@
 A run is one schedule of segments, each made of steps of M micro-batches of B samples:
 
     schedule   train 0              | val 0 | train 1 | val 1 | …
-    train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out, or, without
-               plan.drop_last, are one more step, with padding
+    train e    step 0 | step 1 | …  S = N // (M·B) steps, N = samples of an epoch; fewer than M·B samples are
+               left out, or, without plan.drop_last, are one more step, with padding
                without the steps of plan.skip; all others keep their numbers and draws
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1).
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere.
 `Plan.places_of` makes all draws of the run to find those of some samples.
 """
 
@@ -77,13 +77,6 @@ class Segment:
     def step_of(self, number: int) -> int:
         """Return the step that is delivered after so many others."""
         return self.skipped.step_after(self.first_step, number)
-
-    def number_of(self, step: int) -> int | None:
-        """Return how many steps are delivered before one; None = this one is not."""
-        if not self.first_step <= step < self.num_steps or self.skipped.has(step):
-            return None
-        before = self.skipped.within(self.first_step, step)
-        return step - self.first_step - before.count
 
 
 @dataclass(frozen=True)
@@ -379,6 +372,10 @@ class Plan:
     def _from_place(self, place: MicroBatchId) -> Iterator[Segment]:
         """The schedule from a step on; a validation may come where the schedule has none."""
         cursor = self.cursor(place.epoch, place.step)
+        if self.single:
+            rest = self.single.skipped.within(place.step, self.single.num_steps)
+            yield replace(self.single, first_step=place.step, skipped=rest)
+            return
         if place.split == "val":
             yield Segment("val", place.epoch, place.step, self.val_steps)
             cursor = self.cursor(place.epoch + 1, 0)
@@ -421,22 +418,6 @@ class Plan:
             end = min(end, self.end_step - place.epoch * end)
         rest = self.training_of(place.epoch, place.step + 1, end)
         return not rest.num_delivered
-
-    def later(self, micro_batch: MicroBatchId, num: int) -> MicroBatchId | None:
-        """Return the micro-batch that comes so many after another; None = the schedule ends before."""
-        if self.single:
-            cursor = self.start()
-            begin = self.single
-        elif micro_batch.split == "train":
-            cursor = self.cursor(micro_batch.epoch, 0)
-            begin = self.training_of(micro_batch.epoch)
-        else:
-            cursor = self.cursor(micro_batch.epoch, self.steps_per_epoch)
-            begin = Segment("val", micro_batch.epoch, 0, self.val_steps)
-        num_before = begin.number_of(micro_batch.step)
-        assert num_before is not None, f"{micro_batch} is not in the schedule"
-        number = num_before * self.config.per_step + micro_batch.micro
-        return next(self.micro_batches(cursor, number + num), None)
 
     def num_micro_batches(self, start: Cursor | MicroBatchId) -> int:
         """Count the micro-batches from a place on, see `micro_batches`."""

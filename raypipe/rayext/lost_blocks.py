@@ -1,4 +1,4 @@
-"""Blocks that a node takes with it: any other actor makes them again, and the copy takes their place.
+"""Blocks of actors that are gone: any other actor makes them again, and the copy takes their place.
 
 Ray Data gives a block to one actor, for good. If its node dies, Ray repeats the actor's tasks in it once it
 runs elsewhere, which takes seconds, and CPUs that may not be there. The same holds for a finished block whose data

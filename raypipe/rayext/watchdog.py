@@ -178,7 +178,7 @@ class StreamWatchdog:
 
 
 class SupervisorWatchdog:
-    """SupervisorWatchdog of one rank, in a thread.
+    """Shows a stream's Supervisor that a rank lives, and watches the Supervisor, in a thread.
 
     Args:
         supervisor: handle of the stream's Supervisor.
@@ -202,7 +202,8 @@ class SupervisorWatchdog:
         )
 
     def start(self) -> None:
-        """Start to watch."""
+        """Start to watch. The Supervisor knows of the rank from now on."""
+        self._ask(time.monotonic())
         self._thread.start()
 
     def stop(self) -> None:
@@ -212,15 +213,17 @@ class SupervisorWatchdog:
     def turn(self, now: float) -> None:
         """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
         if self._asked is None:
-            self._asked = self._supervisor.rank_waits.remote(
-                self._rank, self._waited_s()
-            )
-            self._asked_at = now
+            self._ask(now)
         if ray.wait([self._asked], timeout=_SUPERVISOR_PERIOD_S)[0]:
             asked, self._asked = self._asked, None
             self._process = ray.get(asked)
         elif now - self._asked_at >= _SUPERVISOR_ANSWER_S and self._process:
             self._check(self._process)
+
+    def _ask(self, now: float) -> None:
+        waited_s = self._waited_s()
+        self._asked = self._supervisor.rank_waits.remote(self._rank, waited_s)
+        self._asked_at = now
 
     def _check(self, process: Process) -> None:
         if process.node != ray.get_runtime_context().get_node_id():

@@ -1,7 +1,7 @@
 """The protocol of a store, an indexed, read-only collection of N encoded samples, with the code that stores share.
 
 A store object consists of an address and options. It opens lazily, once per process, and pickles as address and
-options, so it can be sent to any actor. Stores import neither Ray nor torch.
+options, so it can be sent to any actor. Importing a store imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+_NO_LABELS = np.empty(0, np.int64)
+
+
 class Columns(Mapping[str, Any]):
     """Columns of n samples; `columns[name]` are a column's values as NumPy and Python have them, see
     `raypipe.stores.arrow_values`.
@@ -41,15 +45,23 @@ class Columns(Mapping[str, Any]):
         images: the column `image`: n `bytes`, or read-only `memoryview` of uint8 if the store has them in memory,
             or None for a missing value; None = it was not requested.
         table: all other columns, with n rows.
+        labels: int64 (n,), classes on their way to a micro-batch, see `raypipe.transform.samples`; else empty.
+        read_s, outage_s: seconds that a reader spent on them, and those for which object storage did not answer.
     """
 
     def __init__(
         self,
         images: Sequence[bytes | memoryview | None] | None,
         table: pa.Table,
+        labels: np.ndarray = _NO_LABELS,
+        read_s: float = 0.0,
+        outage_s: float = 0.0,
     ) -> None:
-        self.images = images
+        self.images: Any = images
         self.table = table
+        self.labels = labels
+        self.read_s = read_s
+        self.outage_s = outage_s
 
     def __getitem__(self, name: str) -> Any:
         if name == "image" and self.images is not None:
@@ -66,6 +78,19 @@ class Columns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.table.column_names) + (self.images is not None)
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        return {name: self[name] for name in self.table.column_names}
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the values of one sample in the table, by column."""
+        return {name: values[number] for name, values in self._values.items()}
+
+    def rows(self, rows: slice) -> Columns:
+        """Return some of the samples, with their images."""
+        table = self.table.slice(rows.start, rows.stop - rows.start)
+        return Columns(self.images[rows], table, self.labels[rows])
 
 
 IMAGE_SUFFIXES = frozenset(
@@ -152,8 +177,9 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
-"""Contents of an open `FileStore`: like a store, but callers have checked indices and columns. Without a column
-`name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without the method it has the indices."""
+"""Contents of an open `FileStore`: like a store, with `written` and `sample_name`, but callers have checked
+indices and columns. Without a column `name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without
+the method it has the indices."""
 _T = TypeVar("_T")
 
 

@@ -93,7 +93,7 @@ def record_bad(
 
 @dataclass
 class BadSampleBudget:
-    """Limit of the bad samples that a run tolerates.
+    """Limit of the bad samples that one process of a run tolerates.
 
     Attributes:
         max_fraction: largest share of the samples seen, in [0, 1].

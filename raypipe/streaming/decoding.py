@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.device.decoders import Decoded, DeviceDecoder
+from raypipe.device.decoders import DeviceDecoder
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.maker import MicroBatchMaker
@@ -25,6 +25,15 @@ from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
 from raypipe.transform.process_state import process_kept
 
 OnDecoded = Callable[[Split, Any, Any], None]
+
+
+def with_images(batch: MicroBatch, image: torch.Tensor, ready: Any) -> MicroBatch:
+    """The micro-batch with images on a device, (B, C, H, W), instead of encoded ones; `ready` is behind them."""
+    fields: dict[str, Any] = {IMAGE: image}
+    for name, values in batch.fields.items():
+        if name not in (DATA, MAP):
+            fields[name] = values
+    return replace(batch, fields=fields, ready=ready)
 
 
 class Decoding:
@@ -48,11 +57,11 @@ class Decoding:
         self._on_decoded = on_decoded
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
 
-    def __call__(self, batch: MicroBatch) -> tuple[MicroBatch, Decoded]:
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
         """Decode a micro-batch.
 
         Returns:
-            The micro-batch without its encoded images, maybe made again; and its images.
+            The micro-batch, maybe made again, with its images on the device instead of encoded ones.
 
         Raises:
             SampleError, BadSamplesError: a sample cannot be decoded, and the settings do not allow it.
@@ -83,18 +92,15 @@ class Decoding:
             record_bad(self._spec.quarantine, batch.position, bad_of_batch)
         found_here = [sample for sample in bad_of_batch if sample.index in bad]
         self._budget.spend(found_here, len(batch.index))
-        remaining = {
-            name: values
-            for name, values in batch.fields.items()
-            if name not in (DATA, MAP)
-        }
-        return replace(batch, fields=remaining), decoded
+        return with_images(batch, decoded.image, decoded.ready)
 
     def to_pixels(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its images in host memory, as a stream without `decode: device` has it."""
-        without_image, decoded = self(batch)
-        image = np.ascontiguousarray(decoded.image.permute(0, 2, 3, 1).cpu().numpy())
-        return replace(without_image, fields={IMAGE: image, **without_image.fields})
+        decoded = self(batch)
+        fields: dict[str, Any] = dict(decoded.fields)
+        image = fields[IMAGE].permute(0, 2, 3, 1).cpu().numpy()
+        fields[IMAGE] = np.ascontiguousarray(image)
+        return replace(decoded, fields=fields, ready=None)
 
     def _made_again(
         self, position: MicroBatchId, bad: dict[int, str]

@@ -19,6 +19,7 @@ from ray import cloudpickle
 
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
+from raypipe.stores.base import Columns
 from raypipe.stores.indexed import index_in
 from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
@@ -32,7 +33,6 @@ from raypipe.transform.process_state import (
 )
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import EncodedSample, Samples
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class ItemMaker:
 
     def fast(
         self,
-        samples: Samples,
+        samples: Columns,
         indices: np.ndarray,
         keys: np.ndarray,
         is_wanted: np.ndarray,
@@ -214,7 +214,7 @@ class ItemMaker:
         Returns:
             Which rows are made, bool (B,).
         """
-        is_made = np.zeros(len(samples), bool)
+        is_made = np.zeros(len(indices), bool)
         if not self._is_settled:
             return is_made
         rows = np.flatnonzero(is_wanted)
@@ -240,9 +240,9 @@ class ItemMaker:
                 items.append(self._drawn(index, key))
         return items
 
-    def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
+    def slow(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
         """Make an item; raises TransformError if the Dataset fails on it."""
-        index = index_in(sample.image)
+        index = index_in(samples.images[row])
         with failing(f"{self._items.name}[{index}]"):
             item = self._item(index, key)
             if not self._is_settled:

@@ -37,9 +37,11 @@ class Pool(Protocol):
         is_shared: whether other ranks take their shares from the same execution.
         has_begun: whether one of them has started, or they have nothing to make.
         on_start: called once they start, maybe by another thread.
+        waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
     """
 
     on_start: Callable[[], None]
+    waited_s: Callable[[], float]
 
     @property
     def supervisor(self) -> Any: ...

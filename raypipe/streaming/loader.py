@@ -23,7 +23,6 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
-from raypipe.device.decoders import Decoded
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
@@ -236,7 +235,7 @@ class Loader(Unlike, instead=_INSTEAD):
             metrics.run_log.obey(self._folder)
         return metrics
 
-    def _decoding(self) -> Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None:
+    def _decoding(self) -> Callable[[MicroBatch], MicroBatch] | None:
         """The decoder of images on the device; None = the CPU decodes."""
         if self._spec.resident is not None:
             return self._spec.resident

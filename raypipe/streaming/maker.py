@@ -28,7 +28,7 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.storage.retries import outages_s, report_progress
-from raypipe.stores.base import name_of, title_of
+from raypipe.stores.base import Columns, name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.remake import NUM_REMADE
 from raypipe.streaming.sample_makers import Maker, SampleMakers
@@ -36,12 +36,7 @@ from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.keys import Key
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.samples import (
-    EncodedSample,
-    Samples,
-    check_labels,
-    read_samples,
-)
+from raypipe.transform.samples import check_labels, read_samples
 from raypipe.transform.sizes import has_sizes
 
 if TYPE_CHECKING:
@@ -49,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ReadSamples = Callable[[MicroBatchId, np.ndarray], Samples]
+ReadSamples = Callable[[MicroBatchId, np.ndarray], Columns]
 """Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
@@ -146,9 +141,7 @@ class MicroBatchMaker:
     def block(
         self,
         block: Sequence[MicroBatchId],
-        reads: Sequence[Samples] | None = None,
-        read_s: float = 0.0,
-        outage_s: float = 0.0,
+        given: Columns | None = None,
         excluded: Mapping[int, str] = NONE_EXCLUDED,
         one_by_one: bool = False,
         num_rows: int | None = None,
@@ -156,9 +149,7 @@ class MicroBatchMaker:
         """Make the micro-batches of a block.
 
         Args:
-            reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
-                store here.
-            outage_s: part of read_s, waiting for object storage that did not answer.
+            given: their samples, end to end, if a reader has read them; None = read the store here.
             excluded: index → reason of samples that must not be touched: each is a bad one.
             one_by_one: read and make a sample at a time, and none that the block does not need.
             num_rows: how many of the first rows of each to make; None = all.
@@ -184,14 +175,18 @@ class MicroBatchMaker:
             assignment = _assigned(
                 makers[span.start], block[span], draws.at(span), excluded
             )
-            reads_of_span = reads[span] if reads else None
-            finished, bad_of_span = self._fill(assignment, reads_of_span, one_by_one)
+            of_span = None
+            if given is not None:
+                first = span.start * num_samples
+                of_span = given.rows(slice(first, span.stop * num_samples))
+            finished, bad_of_span = self._fill(assignment, of_span, one_by_one)
             batches += finished
             bad += bad_of_span
-        if reads:
+        if given is not None:
+            read_s = given.read_s / num
+            outage_s = given.outage_s / num
             batches = [
-                replace(batch, read_s=read_s / num, outage_s=outage_s / num)
-                for batch in batches
+                replace(batch, read_s=read_s, outage_s=outage_s) for batch in batches
             ]
         arrays = dict[str, np.ndarray]()
         if len(spans) == 1:
@@ -204,13 +199,13 @@ class MicroBatchMaker:
     def _fill(
         self,
         assignment: _Assignment,
-        reads: Sequence[Samples] | None = None,
+        given: Columns | None = None,
         one_by_one: bool = False,
     ) -> tuple[list[MicroBatch], list[BadSample]]:
         """Make the micro-batches of an assignment, as many rows at once as memory allows.
 
         Args:
-            reads, one_by_one: see `block`.
+            given, one_by_one: see `block`.
         """
         num_samples = assignment.num_samples
         seconds = np.zeros((3, len(assignment.block)))
@@ -221,15 +216,15 @@ class MicroBatchMaker:
             before = self._seconds()
             number = first // num_samples
             count = 1
-            given = None
+            of_rows = None
             if one_by_one:
                 rows = slice(first, first + 1)
             else:
                 count = self._num_at_once(assignment, number)
                 rows = slice(first, first + count * num_samples)
-                if reads:
-                    given = Samples.joined(reads[number : number + count])
-            bad += self._make_rows(assignment, rows, given, is_checked=not one_by_one)
+                if given is not None:
+                    of_rows = given.rows(rows)
+            bad += self._make_rows(assignment, rows, of_rows, is_checked=not one_by_one)
             if assignment.block[number] == _FIRST and not one_by_one:
                 self._compare_with_val(assignment.sample_maker)
             spent = self._seconds() - before
@@ -284,7 +279,7 @@ class MicroBatchMaker:
         self,
         assignment: _Assignment,
         rows: slice,
-        given: Samples | None,
+        given: Columns | None,
         is_checked: bool,
     ) -> list[BadSample]:
         """Make rows of micro-batches: the whole road of a sample.
@@ -320,8 +315,8 @@ class MicroBatchMaker:
                 continue
             try:
                 assignment.check_allowed(index)
-                sample = samples[number]
-                fields = self._slow(assignment, row, sample, index, keys[number])
+                key = keys[number]
+                fields = self._slow(assignment, row, index, key, samples, number)
                 out.put(row, index, fields)
             except SampleError as error:
                 bad.append(self._stand_in(assignment, row, error))
@@ -336,7 +331,7 @@ class MicroBatchMaker:
         self,
         assignment: _Assignment,
         rows: slice,
-        samples: Samples,
+        samples: Columns,
         keys: np.ndarray,
         bad: Sequence[BadSample],
     ) -> None:
@@ -350,22 +345,23 @@ class MicroBatchMaker:
             self.sample_makers.check(
                 assignment.sample_maker,
                 assignment.position(rows.start),
-                [out.sample(rows.start + number) for number in numbers],
-                [samples[number] for number in numbers],
-                keys[numbers],
+                {number: out.sample(rows.start + number) for number in numbers},
+                samples,
+                keys,
             )
 
     def _slow(
         self,
         assignment: _Assignment,
         row: int,
-        sample: EncodedSample,
         index: int,
         key: np.ndarray,
+        samples: Columns,
+        number: int = 0,
     ) -> dict[str, Any]:
-        """Make the fields of a row's sample; an error of the settings names it."""
+        """Make the fields of a row by one of some samples; an error of the settings names it."""
         try:
-            return assignment.sample_maker.slow(sample, key.tolist())
+            return assignment.sample_maker.slow(samples, number, key.tolist())
         except ConfigError as error:
             title = self._sample_title(assignment.position(row).split, index)
             raise ConfigError(f"{title}: {error}") from error
@@ -409,8 +405,8 @@ class MicroBatchMaker:
             (key,) = self.plan.substitute_keys(split, draw, substitute)
             try:
                 assignment.check_allowed(substitute)
-                sample = self._read(position, np.array([substitute]))[0]
-                fields = self._slow(assignment, row, sample, substitute, key)
+                sample = self._read(position, np.array([substitute]))
+                fields = self._slow(assignment, row, substitute, key, sample)
             except SampleError as further:
                 last = further
                 continue
@@ -440,8 +436,8 @@ class MicroBatchMaker:
         for other in others:
             report_progress()
             with contextlib.suppress(SampleError):
-                sample = self._read(position, np.array([other]))[0]
-                self._slow(assignment, row, sample, other, key)
+                sample = self._read(position, np.array([other]))
+                self._slow(assignment, row, other, key, sample)
                 return False
         return bool(others)
 
@@ -455,8 +451,8 @@ class MicroBatchMaker:
             if index in assignment.excluded:
                 continue
             try:
-                sample = self._read(position, np.array([index]))[0]
-                return assignment.sample_maker.slow(sample, (0, 0))
+                sample = self._read(position, np.array([index]))
+                return assignment.sample_maker.slow(sample, 0, (0, 0))
             except SampleError as error:
                 reason = f" ({error}; {error.advice})"
         raise ConfigError(
@@ -464,7 +460,7 @@ class MicroBatchMaker:
             "the size of its images cannot be told"
         )
 
-    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Columns:
         """Read samples, and count the seconds."""
         started = time.perf_counter()
         outage_before_s = outages_s()
@@ -474,9 +470,12 @@ class MicroBatchMaker:
         self._outage_s += outages_s() - outage_before_s
         return samples
 
-    def read_store(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+    def read_store(self, position: MicroBatchId, indices: np.ndarray) -> Columns:
         """Read samples of the stream's stores, see `ReadSamples`."""
-        return read_samples(self._stores[position.split], indices, self._spec.wanted)
+        store = self._stores[position.split]
+        return read_samples(
+            store, indices, self._spec.names, self._spec.columns.reads_class
+        )
 
     def _num_at_once(self, assignment: _Assignment, number: int) -> int:
         """Count the micro-batches, from one of them on, to make in one call: of one strength, and within the bytes

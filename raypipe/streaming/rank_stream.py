@@ -17,7 +17,6 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GAVE_WAY,
@@ -83,7 +82,6 @@ class RankStream:
         # The one that comes next, and those after it; None = all were taken.
         self._next: MicroBatchId | None = None
         self._later: Iterator[MicroBatchId] = iter(())
-        self._watchdogs: list[SupervisorWatchdog] = []
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
 
     @property
@@ -108,6 +106,7 @@ class RankStream:
         if start:
             if self._pool:
                 self._pool.on_start = self._started
+                self._pool.waited_s = self._metrics.run_log.waited_s
             with self.failing():
                 host = self._open_at(start)
             self._later = self._plan.share(start, self._rank, self._world_size)
@@ -115,8 +114,6 @@ class RankStream:
         self._batches = batches = self._on_device(host)
         ends = ExitStack()
         ends.callback(_close, self.lifetime, host)
-        # before its Supervisor ends, and after the last wait for a batch
-        ends.callback(_stop_all, self._watchdogs)
         ends.callback(self._metrics.tell, "ended")
         ends.callback(_close, self.lifetime, batches, host)
         if self._pool:
@@ -135,10 +132,6 @@ class RankStream:
         assert pool
         self._metrics.actors = pool.actors
         self._metrics.readers = pool.num_readers
-        waited_s = self._metrics.run_log.waited_s
-        watchdog = SupervisorWatchdog(pool.supervisor, self._rank, waited_s)
-        watchdog.start()
-        self._watchdogs.append(watchdog)
         self.lifetime.has_actors(pool.supervisor)
         self._metrics.tell("opened", pool.supervisor)
 
@@ -319,11 +312,6 @@ def _pass(place: MicroBatchId) -> tuple[int, bool]:
 def _turn(place: MicroBatchId, world_size: int) -> int:
     """Return how many micro-batches of its rank come before it in its step."""
     return place.micro // world_size
-
-
-def _stop_all(watchdogs: list[SupervisorWatchdog]) -> None:
-    while watchdogs:
-        watchdogs.pop().stop()
 
 
 def _close(lifetime: Lifetime, batches: Any, source: Any = None) -> None:

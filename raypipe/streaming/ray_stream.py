@@ -104,6 +104,7 @@ class RayStreams:
         self._ended = set[str]()
         self._now: PooledStream | None = None
         self.on_start: Callable[[], None] = lambda: None
+        self.waited_s: Callable[[], float] = lambda: 0.0
         remember_group()
 
     @property
@@ -139,9 +140,6 @@ class RayStreams:
         """Start the stream at the step of a place, on all ranks."""
         opening = self._agree(place)
         self._has_started = True
-        if opening.supervisor is not None and is_ray_worker():
-            # before anything else: a rank that freezes from here on is found
-            self._join(opening.supervisor)
         head = None
         # A sample that ends its process would end each one if it left no mark.
         if opening.head_start and (self._marks.set(place) or self._world_size > 1):
@@ -164,6 +162,9 @@ class RayStreams:
             head,
         )
         self._now = stream
+        if stream.supervisor is not None:
+            # before anything is made: a rank that freezes from here on is found
+            self._join(stream)
         if head:
             stream.on_end.append(functools.partial(self._leave, head))
             keep_sigterm()
@@ -252,8 +253,6 @@ class RayStreams:
                 num_first = _shared(stream, _NUM_FIRST)
                 stream.head.let(num_first)
             iterators, self._max_actors = _shared(stream, POOL)
-        if self._in_train and self._world_size == 1 and is_ray_worker():
-            self._join(stream.supervisor)
         stream.check()
         self.on_start()
         return iterators
@@ -281,6 +280,7 @@ class RayStreams:
         stream.check()
         if stream.supervisor is None:
             stream.supervisor = start_supervisor(spec.run, spec.log_format)
+            self._join(stream)
         num_first = 0
         are_others = stream.memory.are_others()
         if stream.head:
@@ -333,8 +333,12 @@ class RayStreams:
                 "all ranks iterate the same passes, also a validation that is made again"
             ) from None
 
-    def _join(self, supervisor: Any) -> None:
-        """Tell the Supervisor of this trainer's process, and of Ray Train's controller."""
+    def _join(self, stream: PooledStream) -> None:
+        """Join the Supervisor's watch, with Ray Train's controller, and watch the Supervisor."""
+        stream.watch_supervisor(self.waited_s)
+        if not (self._in_train and is_ray_worker()):
+            return
+        supervisor = stream.supervisor
         trainer = f"trainer {self._rank}"
         supervisor.process_joined.remote(trainer, this_process(trainer))
         controller = own_controller() if self._rank == 0 else None

@@ -15,7 +15,6 @@ from raypipe.background import in_background
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store, is_at_hand, keeps_groups
-from raypipe.transform.samples import Wanted, read_samples
 
 # Half of the smallest window that a plan has by itself, see `plan.order.default_window_groups`. A micro-batch
 # mixes the groups of its window, so one that far ahead has most of those that the next window needs.
@@ -30,17 +29,19 @@ class ReadAhead:
     Args:
         plan: the stream's.
         stores: by split; only those whose groups the node's cache keeps are read ahead.
-        wanted: the columns that are read of samples.
+        names: the columns that are read of samples.
     """
 
-    def __init__(self, plan: Plan, stores: dict[Split, Store], wanted: Wanted) -> None:
+    def __init__(
+        self, plan: Plan, stores: dict[Split, Store], names: tuple[str, ...]
+    ) -> None:
         self._plan = plan
         self._stores = {
             split: store
             for split, store in stores.items()
             if store.groups is not None and keeps_groups(store)
         }
-        self._wanted = wanted
+        self._names = names
         num_samples = plan.config.micro_batch_size
         self._num = max(1, _NUM_SAMPLES // num_samples)
         self._look_every = max(1, _LOOK_SAMPLES // num_samples)
@@ -54,13 +55,14 @@ class ReadAhead:
         self._num_reads += 1
         if self._num_reads % self._look_every:
             return
-        later = self._plan.later(position, self._num)
+        ahead = self._plan.micro_batches(position, position.micro + self._num)
+        later = next(ahead, None)
         if later is None or later.split not in self._stores:
             return
         store = self._stores[later.split]
         indices = self._plan.indices(later)
         indices = indices[indices != PADDING]
-        if is_at_hand(store, indices, self._wanted.names):
+        if is_at_hand(store, indices, self._names):
             return
         fetch = functools.partial(self._fetch, store, indices)
         self._fetching = in_background("raypipe-read-ahead", fetch)
@@ -72,4 +74,4 @@ class ReadAhead:
 
     def _fetch(self, store: Store, indices: np.ndarray) -> None:
         # The block that needs the samples reads them again, and says what is wrong.
-        read_samples(store, indices, self._wanted)
+        store.read(indices, self._names)

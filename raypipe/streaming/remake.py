@@ -8,7 +8,7 @@ last first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,15 @@ MadeSample = Mapping[str, Any]
 
 
 def check_remade(
-    first: Sequence[MadeSample],
+    first: Mapping[int, MadeSample],
     maker: Callable[[], Callable[[int], MadeSample]],
     title: str,
 ) -> None:
     """Compare samples with what a copy of the code makes of them, last first.
 
     Args:
-        first: the samples as the stream has made them.
-        maker: makes a copy of the code, as a function that makes the sample with a number in `first`.
+        first: samples as the stream has made them, by their numbers.
+        maker: makes a copy of the code, as a function that makes the sample with a number.
         title: name of the transform, for errors.
 
     Raises:
@@ -43,9 +43,9 @@ def check_remade(
     """
     try:
         make = maker()
-        again = [make(number) for number in reversed(range(len(first)))]
-        for original, remade in zip(reversed(first), again, strict=True):
-            if name := _differing(original, remade):
+        again = {number: make(number) for number in sorted(first, reverse=True)}
+        for number, original in first.items():
+            if name := _differing(original, again[number]):
                 raise _depends(title, name)
     except SampleError:  # the stream's own errors say what such a sample is
         return

@@ -20,7 +20,6 @@ import torch
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.decoders import Decoded
 from raypipe.device.prefetcher import Batch
 from raypipe.device.resize import to_device
 from raypipe.device.ring import new_event, new_stream, numbered
@@ -29,7 +28,7 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
 from raypipe.plan.schedule import Segment
 from raypipe.stores.base import Store, name_of, title_of
-from raypipe.streaming.decoding import Decoding
+from raypipe.streaming.decoding import Decoding, with_images
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
@@ -37,7 +36,6 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.encoded_map import (
     AT,
-    DATA,
     KEPT,
     MAP,
     RESIZES,
@@ -327,19 +325,14 @@ class ResidentImages:
         weight = (draws.indices != PADDING).astype(np.float32)
         return MicroBatch(position, draws.indices, weight, fields)
 
-    def __call__(self, batch: MicroBatch) -> tuple[MicroBatch, Decoded]:
-        """Return a micro-batch without its maps, and its images; see `raypipe.streaming.decoding`."""
-        fields = {
-            name: values
-            for name, values in batch.fields.items()
-            if name not in (DATA, MAP)
-        }
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with its images instead of maps; see `raypipe.streaming.decoding`."""
         device = self._device
         with pinned(device), torch.no_grad(), self._backend.stream(self._stream):
             image = self.splits[batch.position.split].cut(batch.index, batch[MAP])
             ready = new_event(device)
             ready.record(self._stream)
-        return replace(batch, fields=fields), Decoded(image, {}, 0, ready, None, None)
+        return with_images(batch, image, ready)
 
 
 class _Split:

@@ -2,13 +2,13 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, all that an actor needs
                   if it reads; and a reader's data, null in a split that actors read: image, label,
-                  lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s
-                  float64, seconds that the reader spent on the block
+                  lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s,
+                  outage_s float64, seconds that the reader spent on the block, and waited for a storage
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
-                  and num_remembered int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each
-                  micro-batch, reading, by the actor or a reader, and in all by the actor; where the rank takes
-                  some from a folder, in_folder bool (1, k); and each field of the others, see
-                  `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
+                  and num_remembered int64 (1, k); read_s, work_s, outage_s float64 (1, k): seconds spent
+                  on each micro-batch, reading, by the actor or a reader, in all by the actor, and waited for a
+                  storage; where the rank takes some from a folder, in_folder bool (1, k); and each field of the
+                  others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives:
 
                       flat     (1, n), all end to end; NAME:shapes int64 (1, k, d) has their shapes
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +32,9 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.stores.arrow_columns import image_taker
+from raypipe.stores.base import Columns
 from raypipe.streaming.blocks import Block
 from raypipe.transform.fields import MicroBatch, Ragged
-from raypipe.transform.samples import Samples
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -67,51 +67,36 @@ SOURCE_SCHEMA = pa.schema(
 )
 
 
-class SourceRow(NamedTuple):
-    """Row of the source: a block, a reader's samples of each micro-batch, and its seconds for all of them.
+def source_row(block: Block, samples: Columns | None) -> pa.Table:
+    """The row of the source, as Ray has it: a block's places, and its samples, end to end, if a reader reads."""
+    row: dict[str, Any] = {
+        "split": _SPLITS.index(block[0].split),
+        "epoch": block[0].epoch,
+        "step": [position.step for position in block],
+        "micro": [position.micro for position in block],
+    }
+    if samples is not None:
+        row |= {"image": samples.images, "label": samples.labels.tolist()}
+        if samples.table.num_columns:
+            row["columns"] = _ipc_bytes(samples.table)
+        row |= {"read_s": samples.read_s, "outage_s": samples.outage_s}
+    return pa.Table.from_pylist([row], SOURCE_SCHEMA)
 
-    Attributes:
-        reads: None = the actor reads.
-        outage_s: part of read_s, waiting for object storage that did not answer.
-    """
 
-    block: Block
-    reads: list[Samples] | None = None
-    read_s: float = 0.0
-    outage_s: float = 0.0
-
-    def packed(self) -> pa.Table:
-        """The row as Ray has it."""
-        row: dict[str, Any] = {
-            "split": _SPLITS.index(self.block[0].split),
-            "epoch": self.block[0].epoch,
-            "step": [position.step for position in self.block],
-            "micro": [position.micro for position in self.block],
-        }
-        if self.reads is not None:
-            samples = Samples.joined(self.reads)
-            row |= {"image": samples.images, "label": samples.labels.tolist()}
-            if samples.table.num_columns:
-                row["columns"] = _ipc_bytes(samples.table)
-            row |= {"read_s": self.read_s, "outage_s": self.outage_s}
-        return pa.Table.from_pylist([row], SOURCE_SCHEMA)
-
-    @staticmethod
-    def unpacked(table: pa.Table) -> SourceRow:
-        """The row that `packed` made; its images are views of the table's memory."""
-        (row,) = table.drop_columns("image").to_pylist()
-        block = _places(row["split"], row["epoch"], row["step"], row["micro"])
-        images = table["image"].combine_chunks()
-        if images.null_count:
-            return SourceRow(block)
-        columns = pa.table({})
-        if row["columns"]:
-            columns = pa.ipc.open_stream(row["columns"]).read_all()
-        views = image_taker(images.flatten())(np.arange(len(row["label"])))
-        samples = Samples(list(views), np.array(row["label"], np.int64), columns)
-        return SourceRow(
-            block, samples.split(len(block)), row["read_s"], row["outage_s"]
-        )
+def of_source_row(table: pa.Table) -> tuple[Block, Columns | None]:
+    """The block of a `source_row`, and its samples, whose images are views of the table's memory."""
+    (row,) = table.drop_columns("image").to_pylist()
+    block = _places(row["split"], row["epoch"], row["step"], row["micro"])
+    images = table["image"].combine_chunks()
+    if images.null_count:
+        return block, None
+    columns = pa.table({})
+    if row["columns"]:
+        columns = pa.ipc.open_stream(row["columns"]).read_all()
+    views = image_taker(images.flatten())(np.arange(len(row["label"])))
+    labels = np.array(row["label"], np.int64)
+    seconds = row["read_s"], row["outage_s"]
+    return block, Columns(list(views), columns, labels, *seconds)
 
 
 def _ipc_bytes(table: pa.Table) -> bytes:

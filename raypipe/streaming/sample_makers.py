@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from raypipe.plan.places import MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws
+from raypipe.stores.base import Columns
 from raypipe.streaming.items import DatasetItems, ItemMaker
 from raypipe.streaming.remake import check_remade
 from raypipe.transform.columns import SampleColumns
@@ -17,7 +18,6 @@ from raypipe.transform.fields import Rows
 from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import copied
@@ -126,14 +126,15 @@ class SampleMakers:
         self,
         sample_maker: Maker,
         position: MicroBatchId,
-        originals: list[dict[str, Any]],
-        samples: list[EncodedSample],
+        originals: Mapping[int, dict[str, Any]],
+        samples: Columns,
         keys: np.ndarray,
     ) -> None:
         """Make the first samples of a maker again; raises ConfigError as `check_remade`.
 
         Args:
-            originals: the fields that `sample_maker` has made of `samples`.
+            originals: the fields that `sample_maker` has made, by the number of the sample.
+            samples, keys: those samples, and others; and their keys.
         """
         strength = self.strength(position)
         new_sample_maker = self._unchecked.pop(sample_maker)
@@ -142,7 +143,7 @@ class SampleMakers:
             again = new_sample_maker()
             again.weaken(strength)
             return lambda number: _fields_of(
-                again, samples[number], keys[number].tolist()
+                again, samples, number, keys[number].tolist()
             )
 
         check_remade(originals, new_maker, self.title(position.split))
@@ -155,8 +156,10 @@ class SampleMakers:
         return f"transform.{split} is {brief(code)}, which"
 
 
-def _fields_of(sample_maker: Maker, sample: EncodedSample, key: Key) -> dict[str, Any]:
+def _fields_of(
+    sample_maker: Maker, samples: Columns, number: int, key: Key
+) -> dict[str, Any]:
     """The fields of a sample as a micro-batch has them."""
     rows = Rows(sample_maker.fields, 1)
-    rows.put(0, 0, sample_maker.slow(sample, key))
+    rows.put(0, 0, sample_maker.slow(samples, number, key))
     return rows.sample(0)

@@ -16,7 +16,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,12 @@ from raypipe.plan.schedule import Plan
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import sending_trace
 from raypipe.storage.retries import Threads, outages_s
-from raypipe.stores.base import Store, name_of
+from raypipe.stores.base import Columns, Store, name_of
 from raypipe.stores.in_memory import hold
 from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
-from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
-from raypipe.transform.samples import Samples, Wanted, read_samples
+from raypipe.streaming.row import SOURCE_SCHEMA, source_row
+from raypipe.transform.fields import LABEL
+from raypipe.transform.samples import joined, read_samples
 
 # What two cores transform in half a second, in this many rows at most.
 _AHEAD_BYTES = 64 << 20
@@ -56,7 +56,8 @@ class MicroBatchSource(Datasource):
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         max_bytes_remembered: bytes of a block of a split that is remembered.
-        wanted: what readers read of samples.
+        names: the columns that readers read of samples, see `StreamSpec.names`.
+        reads_class: whether the label is one of them, and a class.
         run: name of the run, for metrics.
         num_first: micro-batches from the start on that the ranks make themselves.
         traces: whether readers record events for a trace.
@@ -68,8 +69,9 @@ class MicroBatchSource(Datasource):
         start: Cursor | MicroBatchId,
         readers: dict[Split, Store],
         supervisor: Any = None,
-        wanted: Wanted = Wanted(),  # noqa: B008
         *,
+        names: tuple[str, ...] = ("image", LABEL),
+        reads_class: bool = True,
         ranks: int = 1,
         share: tuple[int, int] = (0, 1),
         block: int = 1,
@@ -86,7 +88,8 @@ class MicroBatchSource(Datasource):
         self._start = start
         self._readers = readers
         self._supervisor = supervisor
-        self._wanted = wanted
+        self._names = names
+        self._reads_class = reads_class
         self._ranks = ranks
         self._share = share
         self._block = block
@@ -171,17 +174,20 @@ class MicroBatchSource(Datasource):
         metrics = Recorder(self._run)
         for block in blocks:
             with traced("row", block):
-                reads = None
+                samples = None
                 begun_s = time.perf_counter()
                 outage_s = outages_s()
                 if block[0].split in self._readers:
-                    reads = [
-                        self._read(position, task if careful else "")
-                        for position in block
-                    ]
+                    samples = joined(
+                        [
+                            self._read(position, task if careful else "")
+                            for position in block
+                        ]
+                    )
                     metrics.add_storage("reader")
-                read_s = time.perf_counter() - begun_s
-                row = SourceRow(block, reads, read_s, outages_s() - outage_s).packed()
+                    samples.read_s = time.perf_counter() - begun_s
+                    samples.outage_s = outages_s() - outage_s
+                row = source_row(block, samples)
             yield row
 
     def _traced(self) -> contextlib.AbstractContextManager[None]:
@@ -190,17 +196,16 @@ class MicroBatchSource(Datasource):
             return sending_trace(self._supervisor, this_process("reader"))
         return contextlib.nullcontext()
 
-    def _read(self, position: MicroBatchId, task: str) -> Samples:
+    def _read(self, position: MicroBatchId, task: str) -> Columns:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
         store = self._readers[position.split]
         indices = self._plan.indices(position)
         if task:
             self._announce(task, position, store, indices)
-        samples = read_samples(store, indices, self._wanted)
+        samples = read_samples(store, indices, self._names, self._reads_class)
         # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
-        return replace(
-            samples, images=[image and bytes(image) for image in samples.images]
-        )
+        samples.images = [image and bytes(image) for image in samples.images]
+        return samples
 
     def _announce(
         self, task: str, position: MicroBatchId, store: Store, indices: np.ndarray
@@ -225,7 +230,7 @@ class MicroBatchSource(Datasource):
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
             self._tell(task, f"{where}, for {position}")
             # it is kept, for the micro-batch
-            read_samples(store, np.array([first]), self._wanted)
+            store.read(np.array([first]), self._names)
 
     def _tell(self, task: str, reading: str) -> None:
         if error := ray.get(self._supervisor.announce_read.remote(task, reading)):

@@ -1,5 +1,5 @@
-"""Description of a stream, as a plain value that pickles: `opening` makes it on the driver, `pipeline` runs
-it."""
+"""Description of a stream, as a plain value that pickles: `opening` makes it on the driver; `pipeline` runs it by
+Ray, `inline` and the head start in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raypipe.streaming.items import DatasetItems
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
-from raypipe.transform.samples import Wanted
+from raypipe.transform.fields import LABEL
 from raypipe.transform.transform_steps import Steps
 from raypipe.transform.views import makes_views
 
@@ -73,12 +73,12 @@ class StreamSpec(
     resident: Any = field(default=None, repr=False, compare=False)
 
     @property
-    def wanted(self) -> Wanted:
-        """Columns to read besides the image."""
+    def names(self) -> tuple[str, ...]:
+        """The store's names of the columns to read: the image, the label if it is a class, and others."""
         columns = dict.fromkeys(
             (*self.columns.stored, *self.transform.target_columns.values())
         )
-        return Wanted(self.columns.reads_class, tuple(columns))
+        return ("image", *([LABEL] if self.columns.reads_class else ()), *columns)
 
     @property
     def device_input(self) -> DeviceInput:

@@ -33,6 +33,7 @@ from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import TraceSender
 from raypipe.storage import retries
 from raypipe.storage.shared_memory import remove_unused
+from raypipe.stores.base import Columns
 from raypipe.stores.in_memory import hold
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
@@ -40,11 +41,10 @@ from raypipe.streaming.faults import NO_ORDERS, Orders
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.recall import Recall, recall_of
 from raypipe.streaming.read_ahead import ReadAhead
-from raypipe.streaming.row import SourceRow, block_row
+from raypipe.streaming.row import block_row, of_source_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import stream_name
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
@@ -82,7 +82,7 @@ class TransformWorker:
         hold(spec.stores.values())
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
-        self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
+        self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.names)
         if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
@@ -104,32 +104,29 @@ class TransformWorker:
         self._told = set[Split]()  # splits that are remembered, as the Supervisor knows
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
-        self._given: dict[int, Samples] = {}
+        self._given: dict[int, Columns] = {}
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
-        source_row = SourceRow.unpacked(table)
-        with traced("block", source_row.block):
-            return self._made(source_row)
+        block, given = of_source_row(table)
+        with traced("block", block):
+            return self._made(block, given)
 
-    def _made(self, source_row: SourceRow) -> dict[str, np.ndarray]:
-        block, reads, read_s, outage_s = source_row
+    def _made(self, block: Block, given: Columns | None) -> dict[str, np.ndarray]:
         queued_before_s = _queued_s()
         with self._guard.block(block) as orders:
             self._orders = orders
-            if orders.careful and reads:
-                self._given = self._by_index(block, reads)
-                reads = None
+            if orders.careful and given is not None:
+                self._given = self._by_index(block, given)
+                given = None
             try:
                 if recall := self._recall_for(block, orders):
-                    batches, bad, arrays = recall.block(block, reads, read_s, outage_s)
+                    batches, bad, arrays = recall.block(block, given)
                     self._tell_of_split(recall, block[0].split)
                 else:
                     batches, bad, arrays = self._maker.block(
                         block,
-                        reads,
-                        read_s,
-                        outage_s,
+                        given,
                         excluded=dict.fromkeys(orders.bad, _DEADLY),
                         one_by_one=orders.careful,
                     )
@@ -173,7 +170,7 @@ class TransformWorker:
             self._supervisor.split_remembered.remote(split)
             self._told.add(split)
 
-    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Columns:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
         read it may be what kills."""
         if not self._orders.careful:
@@ -185,11 +182,12 @@ class TransformWorker:
                 return self._given[index]
         return self._maker.read_store(position, indices)
 
-    def _by_index(self, block: Block, reads: list[Samples]) -> dict[int, Samples]:
+    def _by_index(self, block: Block, given: Columns) -> dict[int, Columns]:
         """The samples that a reader has read, each by itself."""
-        indices = self._maker.plan.draw_block(block).indices
-        samples = [sample for read in reads for sample in read.split(len(read))]
-        return dict(zip(indices.ravel().tolist(), samples, strict=True))
+        indices = self._maker.plan.draw_block(block).indices.ravel().tolist()
+        return {
+            index: given.rows(slice(row, row + 1)) for row, index in enumerate(indices)
+        }
 
     def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:
         split = batches[0].position.split

@@ -18,10 +18,10 @@ import numpy as np
 from raypipe import kernel
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job
+from raypipe.stores.base import Columns
 from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.fields import IMAGE, MadeRows
-from raypipe.transform.samples import Samples
 from raypipe.transform.view_images import ViewImage
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
@@ -51,7 +51,7 @@ class KernelImages:
 
     def make(
         self,
-        samples: Samples,
+        samples: Columns,
         is_wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
@@ -103,10 +103,10 @@ class KernelImages:
         return MadeRows(rows, jobs[0].params[rows], sizes[rows])
 
     def _decoded(
-        self, samples: Samples, is_wanted: np.ndarray
+        self, samples: Columns, is_wanted: np.ndarray
     ) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
-        images: list[np.ndarray | None] = [None] * len(samples)
+        images: list[np.ndarray | None] = [None] * len(is_wanted)
         num_bytes = 0
         for row in np.flatnonzero(is_wanted).tolist():
             pixels = self._pixels(samples.images[row])
@@ -115,7 +115,7 @@ class KernelImages:
             images[row], num_bytes = pixels, num_bytes + pixels.nbytes
             if num_bytes > _MAX_DECODED:
                 yield images
-                images = [None] * len(samples)
+                images = [None] * len(is_wanted)
                 num_bytes = 0
         if num_bytes:
             yield images
@@ -176,7 +176,7 @@ def _finish(
     row_keys = view.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
         try:
-            image = view.transform.finish(images[row], {}, row_keys[row]).images[IMAGE]
+            image = view.transform.finish(images[row], {}, row_keys[row])[IMAGE]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue

@@ -13,7 +13,6 @@ from raypipe.transform.albumentations import find_program, why_no_program
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import (
     build_transform,
-    check_transform,
     is_preset,
     takes_size,
 )
@@ -31,7 +30,6 @@ def check_transforms(
     """Raise ConfigError where `SampleMaker` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        check_transform(transform, config.final_size, config.decode == "array")
         is_views = makes_views(transform)
         if is_views and config.target_columns:
             raise ConfigError(
@@ -39,13 +37,14 @@ def check_transforms(
             )
         check_target_columns(store, config.target_columns)
         is_named = isinstance(transform, str) and ":" in transform
+        if is_named and not config.target_columns:
+            continue
+        is_array = config.decode == "array"
+        built = build_transform(transform, config.final_size, by_library=is_array)
         is_encoded = config.decode == "device" and not is_named
         made = None
         if not is_views and (config.target_columns or is_encoded):
-            made = SampleTransform(
-                build_transform(transform, config.final_size),
-                targets=tuple(config.target_columns),
-            )
+            made = SampleTransform(built, targets=tuple(config.target_columns))
         if is_encoded:
             EncodedImages(made, f"transform.{split}")
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program
+from raypipe.stores.base import Columns
 from raypipe.transform.albumentations import why_no_program
 from raypipe.transform.decode.jpeg import check_checksum, sizes_by_header
 from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
@@ -39,7 +40,6 @@ from raypipe.transform.encoded_map import (
 from raypipe.transform.fields import Field, MadeRows
 from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed
 
 _MOVES = {Op.CROP, Op.RESIZE, Op.PAD, Op.TURN}
@@ -115,7 +115,7 @@ class EncodedImages:
 
     def make(
         self,
-        samples: Samples,
+        samples: Columns,
         is_wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],

@@ -134,13 +134,14 @@ class MicroBatch:
         position: its place.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
-        fields: by name: arrays (B, …), and `Ragged`.
+        fields: by name: arrays (B, …), and `Ragged`; images that a device has decoded are tensors (B, C, H, W).
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that were spent on reading it, and on it in all.
         outage_s: part of read_s, waiting for object storage that did not answer.
         num_remembered: 1 if it was made before, maybe by another stream; else 0.
         stream_hash: 16 bytes over it, where a rank records them; else empty.
         folder_bytes: bytes of its fields, if its rank takes them from a folder, and `fields` is empty; else 0.
+        ready: event behind the work on images that a device has decoded; None = it has none.
     """
 
     position: MicroBatchId
@@ -154,6 +155,7 @@ class MicroBatch:
     num_remembered: int = 0
     stream_hash: bytes = b""
     folder_bytes: int = 0
+    ready: Any = None
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

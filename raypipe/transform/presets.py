@@ -27,7 +27,7 @@ from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Steps, albumentations, build_steps
+from raypipe.transform.transform_steps import Steps, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import (
     VIEW_PRESETS,
@@ -47,17 +47,24 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         transform: see the module's table; for steps, see `raypipe.transform.transform_steps`.
             Other values are returned as they are.
         size: side of the images of named transforms, pixels; or (height, width).
-        by_library: Albumentations makes named steps, with targets and arrays.
+        by_library: images are arrays, for which Albumentations makes named steps.
 
     Returns:
         A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; for views, `View` by name, with
         these. The pipeline of `module:name` lacks its ending, see `raypipe.transform.split_endings`.
 
     Raises:
-        ConfigError: no such preset, module or name; steps that are wrong; or the name is not a transform.
+        ConfigError: no such preset, module or name; steps that are wrong; the name is not a transform; or a preset
+            needs RGB, and images are arrays.
     """
     if min(sides_of(size)) < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
+    needs_rgb = {*PRESETS, *VIEW_PRESETS} - {*_OF_ARRAYS}
+    if by_library and isinstance(transform, str) and transform in needs_rgb:
+        raise ConfigError(
+            f"the preset {transform!r} needs uint8 RGB, and transform.decode is 'array': use one of "
+            f"{', '.join(('none', *_OF_ARRAYS))}, steps or your own code, or decode='cpu'"
+        )
     if makes_views(transform):
         if not isinstance(size, int):
             raise ConfigError(
@@ -96,28 +103,6 @@ def _of_view(name: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"view {name!r}: {error}") from error
-
-
-def check_transform(transform: object, size: Size, arrays: bool = False) -> None:
-    """Raise ConfigError where `build_transform` would, as far as that is known without the user's own code; or,
-    with arrays that are no RGB, where a preset needs RGB."""
-    needs_rgb = {*PRESETS, *VIEW_PRESETS} - {*_OF_ARRAYS}
-    if arrays and isinstance(transform, str) and transform in _OF_ARRAYS:
-        albumentations()  # it makes them
-    if arrays and isinstance(transform, str) and transform in needs_rgb:
-        raise ConfigError(
-            f"the preset {transform!r} needs uint8 RGB, and transform.decode is 'array': use one of "
-            f"{', '.join(('none', *_OF_ARRAYS))}, steps or your own code, or decode='cpu'"
-        )
-    if makes_views(transform) and isinstance(size, int):
-        for name, view in find_views(transform, size).items():
-            for view_transform in view.transforms:
-                with _of_view(name):
-                    check_transform(view_transform, view.size, arrays)
-    elif isinstance(transform, list):
-        build_transform(transform, size)
-    elif isinstance(transform, str):
-        _check_name(transform)
 
 
 def _check_name(name: str) -> None:

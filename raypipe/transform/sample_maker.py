@@ -23,6 +23,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
+from raypipe.stores.base import Columns
 from raypipe.transform.at_once import KernelImages
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.array import decoder_of
@@ -38,8 +39,8 @@ from raypipe.transform.fields import IMAGE, LABEL, Field, Ragged, Rows, images_i
 from raypipe.transform.keys import Key
 from raypipe.transform.pixels import pixels_of
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import SampleTransform, Transformed
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.transform_steps import brief
@@ -136,7 +137,7 @@ class SampleMaker:
             blanks = [_blank(transform) for transform in self._transforms]
             self._check(join_crops(self._views, blanks))
 
-    def make(self, samples: Samples, keys: np.ndarray) -> Rows:
+    def make(self, samples: Columns, keys: np.ndarray) -> Rows:
         """Make a micro-batch of samples, of which none is bad: for measurements.
 
         Args:
@@ -145,12 +146,12 @@ class SampleMaker:
         Raises:
             SampleError, ConfigError: see `slow`.
         """
-        num = len(samples)
+        num = len(keys)
         out = Rows(self.fields, num)
         everything = np.ones(num, bool)
         is_made = self.fast(samples, np.arange(num), keys, everything, out)
         for row in np.flatnonzero(~is_made).tolist():
-            out.put(row, row, self.slow(samples[row], keys[row].tolist()))
+            out.put(row, row, self.slow(samples, row, keys[row].tolist()))
         return out
 
     def finish(
@@ -165,7 +166,7 @@ class SampleMaker:
         return [(view.field, view.transform) for view in self._views]
 
     def drawn(
-        self, samples: Samples, keys: np.ndarray
+        self, samples: Columns, keys: np.ndarray
     ) -> Iterator[tuple[str, Program, np.ndarray, np.ndarray]]:
         """Yield the numbers that programs draw for samples, for each image of a sample that begins with one.
 
@@ -176,7 +177,7 @@ class SampleMaker:
             The image's field; its program; int64 (B, P), see `Program.draw`; and bool (B,), the rows whose images
             have a size, without which nothing is drawn.
         """
-        sizes = np.zeros((len(samples), 2), np.int64)
+        sizes = np.zeros((len(keys), 2), np.int64)
         for row, image in enumerate(samples.images):
             with contextlib.suppress(SampleError):
                 sizes[row] = image_size(image, exif=self._config.apply_exif)
@@ -192,19 +193,20 @@ class SampleMaker:
         for transform in self._transforms:
             transform.weaken(strength)
 
-    def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
-        """Make the fields of one sample, see `raypipe.transform.fields`.
+    def slow(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
+        """Make the fields of one of some samples, see `raypipe.transform.fields`.
 
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image; or label or columns are wrong.
             TransformError: the transform failed on it.
             ConfigError: the transform's result has a wrong kind or size, or too many boxes.
         """
-        other_fields = self._others(sample, key)  # first: they cost less than an image
+        # first: they cost less than an image
+        other_fields = self._others(samples, row, key)
         if self._encoded:
-            encoded, drawn, size = self._encoded.fields_of(sample.image, key)
-            return encoded | self._followers(sample, drawn, size) | other_fields
-        encoded_image = stored_bytes(sample.image)
+            encoded, drawn, size = self._encoded.fields_of(samples.images[row], key)
+            return encoded | self._followers(samples, row, drawn, size) | other_fields
+        encoded_image = stored_bytes(samples.images[row])
         image: np.ndarray | Undecoded | None = None
         if self._crops_first:
             image = open_for_crop(encoded_image, self._config.apply_exif)
@@ -213,21 +215,21 @@ class SampleMaker:
         targets: dict[str, np.ndarray] = {}
         if self._targets:
             targets = self._decoded_targets(
-                sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+                samples,
+                row,
+                image.shape[:2] if isinstance(image, np.ndarray) else image[0],
             )
         with failing("the transform"):
-            transformed = self._transformed(image, _by_keyword(targets), key)
-        images = transformed.images
-        self._check(images)
-        fields = images
+            made = self._transformed(image, _by_keyword(targets), key)
+        fields = images_in(made)
+        self._check(fields)
         if targets:
-            shape = images[IMAGE].shape
-            fields = fields | self._finished(transformed.targets, targets, shape)
+            fields |= self._finished(made, targets, made[IMAGE].shape)
         return fields | other_fields
 
     def fast(
         self,
-        samples: Samples,
+        samples: Columns,
         indices: np.ndarray,
         keys: np.ndarray,
         is_wanted: np.ndarray,
@@ -245,13 +247,13 @@ class SampleMaker:
         Returns:
             bool (B,): the rows that it made.
         """
-        is_made = np.zeros(len(samples), bool)
+        is_made = np.zeros(len(indices), bool)
         if not out.arrays:
             return is_made
         is_wanted = is_wanted & (samples.labels != NO_LABEL)
         if self._at_once is None:
             return is_made
-        rows = slice(first, first + len(samples))
+        rows = slice(first, first + len(indices))
         arrays = {name: array[rows] for name, array in out.arrays.items()}
         for made in self._at_once.make(samples, is_wanted, keys, arrays):
             if not self._targets and self._columns is None and made.fields is None:
@@ -263,11 +265,10 @@ class SampleMaker:
             for number, row in enumerate(made.rows.tolist()):
                 with contextlib.suppress(SampleError, ConfigError):
                     # `slow` meets it again
-                    sample = samples[row]
                     height, width = made.sizes[number].tolist()
-                    fields = self._others(sample, keys[row].tolist())
+                    fields = self._others(samples, row, keys[row].tolist())
                     fields |= self._followers(
-                        sample, made.params[number], (height, width)
+                        samples, row, made.params[number], (height, width)
                     )
                     if made.fields is not None:
                         fields |= made.fields[number]
@@ -282,16 +283,17 @@ class SampleMaker:
             return self._encoded.image_shape
         return self.fields.get(IMAGE, Field()).shape or ()
 
-    def _others(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
+    def _others(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
         """Label and columns of a sample."""
-        if sample.label == NO_LABEL:
+        label = int(samples.labels[row])
+        if label == NO_LABEL:
             raise SampleError(WRONG_LABEL)
-        columns = self._columns.one(sample.columns, key) if self._columns else {}
-        return {LABEL: sample.label, **columns}
+        columns = self._columns.one(samples.row(row), key) if self._columns else {}
+        return {LABEL: label, **columns}
 
     def _transformed(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> Transformed:
+    ) -> dict[str, Any]:
         """The images that are made of a sample's, and its targets."""
         if not self._has_views:
             return self._transforms[0].with_targets(image, targets, key)
@@ -301,22 +303,22 @@ class SampleMaker:
             crop_key = view.keys(np.array(key, np.uint64)).tolist()
             # A transform may write into what it is given, and all are given the same image.
             result = view.transform.with_targets(image.copy(), {}, crop_key)
-            if IMAGE not in result.images:
+            if IMAGE not in result:
                 raise ConfigError(
                     f"a transform of {view.field} made several images, and a view is one"
                 )
-            crops.append(result.images[IMAGE])
-        return Transformed(join_crops(self._views, crops), {})
+            crops.append(result[IMAGE])
+        return join_crops(self._views, crops)
 
     def _followers(
-        self, sample: EncodedSample, params: np.ndarray, size: Sides
+        self, samples: Columns, row: int, params: np.ndarray, size: Sides
     ) -> dict[str, np.ndarray]:
         """The fields of targets that follow an image of this size through the program."""
         if not self._targets:
             return {}
         program = self._transforms[0].program
         assert program is not None and program.size is not None
-        targets = self._decoded_targets(sample, size)
+        targets = self._decoded_targets(samples, row, size)
         return self._finished(
             follow(program.applied(params), size, _by_keyword(targets)),
             targets,
@@ -324,17 +326,17 @@ class SampleMaker:
         )
 
     def _decoded_targets(
-        self, sample: EncodedSample, size: Sides
+        self, samples: Columns, row: int, size: Sides
     ) -> dict[str, np.ndarray]:
         """Targets of an image of this size; an error says so where the image is one that metadata turns."""
         try:
             return decode_targets(
-                sample.columns, self._targets, size, self._config.boxes_format
+                samples.row(row), self._targets, size, self._config.boxes_format
             )
         except SampleError as error:
             orientation = 1
             if self._config.decode != "array":
-                orientation = stored_orientation(stored_bytes(sample.image))
+                orientation = stored_orientation(stored_bytes(samples.images[row]))
             if orientation == 1:
                 raise
             hint = "off: set it if targets are those of the upright image"

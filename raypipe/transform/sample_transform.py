@@ -28,7 +28,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,19 +49,6 @@ from raypipe.transform.tv_targets import by_torchvision
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, rng_parameter
 
 _NOTHING = contextlib.nullcontext()
-
-
-class Transformed(NamedTuple):
-    """Results of a transform.
-
-    Attributes:
-        images: by field: `image`, uint8 (h, w, 3), the same as without targets, maybe a view or the argument;
-            or the views that a function returned, also (n, h, w, 3).
-        targets: by the keywords that Albumentations has for them.
-    """
-
-    images: dict[str, np.ndarray]
-    targets: dict[str, Any]
 
 
 class SampleTransform:
@@ -142,16 +129,25 @@ class SampleTransform:
         """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
         self.program = self._whole.at(strength) if self._whole else None
 
+    @property
+    def is_fixed(self) -> bool:
+        """True if no step draws a random number."""
+        if self.kind == "none":
+            return self.transform is None
+        if self._whole is None or self.has_rest:
+            return False
+        return all(step.p >= 1 and step.num_uniforms == 0 for step in self._whole.steps)
+
     def __reduce__(self) -> Any:
         return SampleTransform, self._given
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """Transform an image without targets, see `with_targets`."""
-        return self.with_targets(image, {}, key).images[IMAGE]
+        return self.with_targets(image, {}, key)[IMAGE]
 
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> Transformed:
+    ) -> dict[str, Any]:
         """Transform one image and its targets.
 
         Args:
@@ -159,6 +155,10 @@ class SampleTransform:
                 decoded, where there is a `crop_target`: the result is the same.
             targets: `mask`, `bboxes` and the like, as Albumentations takes them.
             key: determines all random draws.
+
+        Returns:
+            `image`, uint8 (h, w, 3), the same as without targets, maybe a view or the argument; or the views that
+            a function returned, by field, also (n, h, w, 3); and the targets, by the same names.
 
         Raises:
             ConfigError: the transform returns anything else. Errors of it and of the decoding are raised as
@@ -174,16 +174,16 @@ class SampleTransform:
                 targets = follow(applied, (size[0], size[1]), targets)
             if self.has_rest and self._pixels.is_rgb:
                 return self.finish(image, targets, key)
-            return Transformed({IMAGE: image}, targets)
+            return {**targets, IMAGE: image}
         if self.transform is None:
             assert isinstance(image, np.ndarray)
-            return Transformed({IMAGE: image}, targets)
+            return {**targets, IMAGE: image}
         if isinstance(image, np.ndarray):
             return self.finish(image, targets, key)
         self._seed(key)
         with self._keyed_reach(key):
             result = _crop_first(self.transform, *image)
-            return Transformed({IMAGE: self._checked(result)}, {})
+            return {IMAGE: self._checked(result)}
 
     def _by_program(
         self, image: np.ndarray | Undecoded, params: np.ndarray
@@ -204,18 +204,18 @@ class SampleTransform:
 
     def finish(
         self, image: np.ndarray, targets: dict[str, Any], key: Key
-    ) -> Transformed:
+    ) -> dict[str, Any]:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         if self._is_settled:
             result = self._called(image, targets, key)
         else:
             result = self._settled(image, targets, key)
         if self.kind == "albumentations" or targets:
-            return Transformed({IMAGE: self._checked(result[IMAGE])}, result)
+            return {**result, IMAGE: self._checked(result[IMAGE])}
         # A function that returns only `image` has mistaken Albumentations' result for the image.
         if isinstance(result, Mapping) and [*result] != [IMAGE]:
-            return Transformed(self._pixels.of_views(result), {})
-        return Transformed({IMAGE: self._checked(result)}, {})
+            return self._pixels.of_views(result)
+        return {IMAGE: self._checked(result)}
 
     def _checked(self, result: Any) -> np.ndarray:
         return self._pixels.of_image(result, self.kind)

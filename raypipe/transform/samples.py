@@ -1,13 +1,10 @@
-"""Samples as a store has them, before they are transformed: one, and those of a micro-batch."""
+"""Samples as a store has them, on their way to a transform: `Columns`, with labels that are classes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +12,6 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import PADDING
-from raypipe.stores.arrow_values import to_values
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.numbers import MAX_LABEL
 from raypipe.transform.fields import LABEL
@@ -25,115 +21,50 @@ NO_LABEL = int(np.iinfo(np.int64).min)
 WRONG_LABEL = "the label is missing, damaged, or no integer of 64 bits with a sign"
 
 _ENCODED = (bytes, memoryview, bytearray, type(None))
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class EncodedSample(NamedTuple):
-    """Stored sample; `columns` has the values besides image and label, by the store's names.
-
-    An image may be a view of the store's memory: do not keep samples beyond their micro-batch.
-    """
-
-    image: bytes | memoryview | None
-    label: int = 0
-    columns: Mapping[str, Any] = _NOTHING
+def of_images(images: Sequence[bytes]) -> Columns:
+    """Return images as samples with label 0."""
+    return Columns(images, pa.table({}), np.zeros(len(images), np.int64))
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Samples of a micro-batch, by column; a row becomes a separate sample when it is requested.
-
-    Attributes:
-        images: B, each encoded; None = no image.
-        labels: int64 (B,), NO_LABEL among them.
-        table: other columns, by the store's names, with B rows.
-    """
-
-    images: Sequence[bytes | memoryview | None]
-    labels: np.ndarray
-    table: pa.Table = field(default_factory=lambda: pa.table({}))
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    @cached_property
-    def columns(self) -> Mapping[str, Sequence[Any] | np.ndarray]:
-        """The values of the table, see `raypipe.stores.arrow_values`."""
-        return {name: to_values(self.table[name]) for name in self.table.column_names}
-
-    def __getitem__(self, row: int) -> EncodedSample:
-        image = self.images[row]
-        label = int(self.labels[row])
-        return EncodedSample(
-            image, label, {name: values[row] for name, values in self.columns.items()}
-        )
-
-    def __iter__(self) -> Iterator[EncodedSample]:
-        return map(self.__getitem__, range(len(self)))
-
-    @staticmethod
-    def joined(parts: Sequence[Samples]) -> Samples:
-        """Join the samples of several micro-batches, one after the other."""
-        images = list(
-            itertools.chain.from_iterable(samples.images for samples in parts)
-        )
-        labels = np.concatenate([samples.labels for samples in parts])
-        return Samples(
-            images, labels, pa.concat_tables([samples.table for samples in parts])
-        )
-
-    def split(self, num: int) -> list[Samples]:
-        """The parts of as many micro-batches; the inverse of `joined`."""
-        size = len(self) // num
-        return [
-            Samples(
-                self.images[first : first + size],
-                self.labels[first : first + size],
-                self.table.slice(first, size),
-            )
-            for first in range(0, len(self), size)
-        ]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Columns of samples to read besides the image.
-
-    Attributes:
-        label: whether to read the label, a class; else labels are 0.
-        columns: the store's names of other columns.
-    """
-
-    label: bool = True
-    columns: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The store's names of all columns to read."""
-        return ("image", *((LABEL,) if self.label else ()), *self.columns)
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Join samples, one after the other."""
+    return Columns(
+        list(itertools.chain.from_iterable(samples.images for samples in parts)),
+        pa.concat_tables([samples.table for samples in parts]),
+        np.concatenate([samples.labels for samples in parts]),
+    )
 
 
 def read_samples(
-    store: Store, indices: np.ndarray, wanted: Wanted = Wanted()
-) -> Samples:
-    """Read the samples of int64 indices (n,); padding has no image, and label 0.
+    store: Store,
+    indices: np.ndarray,
+    names: Sequence[str] = ("image", LABEL),
+    reads_class: bool = True,
+) -> Columns:
+    """Read the samples of int64 indices (n,), with labels; padding has no image, and label 0.
+
+    Args:
+        names: the columns to read, see `StreamSpec.names`: the image, then the label if it is a class.
+        reads_class: whether it is; else labels are 0.
 
     Raises:
         ConfigError: labels are not classes.
         StoreError: as `Store.read`; or a user's store returns something else than it should.
     """
     is_real = indices != PADDING
-    stored = _read(store, indices[is_real], wanted.names)
-    images = stored["image"]
+    stored = _read(store, indices[is_real], tuple(names))
+    images = stored.images
     labels = np.zeros(len(indices), np.int64)
-    if wanted.label:
+    if reads_class:
         labels[is_real] = _classes(store, stored.table[LABEL])
-    table = stored.table.select(wanted.columns)
+    table = stored.table.select(names[1 + reads_class :])
     if not is_real.all():
         rows = iter(images)
         images = [next(rows) if real else None for real in is_real.tolist()]
         table = table.take(pa.array(np.cumsum(is_real) - 1, mask=~is_real))
-    return Samples(images, labels, table)
+    return Columns(images, table, labels)
 
 
 def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:

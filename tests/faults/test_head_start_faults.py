@@ -238,32 +238,3 @@ def test_ranks_in_their_head_start_end_with_the_error_of_their_pool(
     error = "no actor can have it" if fails else "the stream has stalled"
     with pytest.raises(Exception, match=error):
         fit(spec, tmp_path, workers=workers, function=synchronous_fn)
-
-
-@pytest.mark.soak
-def test_a_trainer_killed_in_its_head_start_restarts_with_the_same_stream(
-    stores: dict[str, Path], tmp_path: Path, cluster: None
-) -> None:
-    spec = stream(stores, crop)
-    fit(spec, tmp_path, kills=True)
-    assert len(list(tmp_path.glob("begun1-*"))) == 2
-    expected = expected_lines(spec)
-    for rank in range(2):
-        assert got_by(tmp_path, rank) == expected[rank::2]
-
-
-def test_a_stream_stops_and_resumes_within_its_head_start(
-    stores: dict[str, Path], cluster: None
-) -> None:
-    spec = stream(stores, crop, actors=3, head_start=10)
-    got = list[Any]()
-    cursor = None
-    for num_steps in (1, 2, 99):
-        with raypipe.loader(spec, cursor=cursor) as alone:
-            for batch in without_ray.every_batch(alone):
-                got.append(line_of(batch))
-                num_steps -= batch.ends_step
-                if not num_steps:
-                    break
-            cursor = alone.cursor
-    assert got == expected_lines(spec)

@@ -14,6 +14,7 @@ from raypipe.device import decoders
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.decoding import with_images
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import MicroBatch
 
@@ -110,14 +111,9 @@ def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
                 batch.fields,
             )
 
-    def decode_images(host: MicroBatch) -> tuple[MicroBatch, decoders.Decoded]:
-        others = {
-            name: values
-            for name, values in host.fields.items()
-            if name not in (DATA, MAP)
-        }
-        images = decoder(host.fields[DATA], host[MAP], host.weight > 0)  # type: ignore[arg-type]
-        return MicroBatch(host.position, host.index, host.weight, others), images
+    def decode_images(host: MicroBatch) -> MicroBatch:
+        made = decoder(host.fields[DATA], host[MAP], host.weight > 0)  # type: ignore[arg-type]
+        return with_images(host, made.image, made.ready)
 
     def means(ring: Iterator[Batch]) -> list[float]:
         return [round(batch.image.float().mean().item(), 3) for batch in ring]

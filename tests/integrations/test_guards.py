@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 import raypipe
 from raypipe.errors import ConfigError, CursorError
 from raypipe.integrations.transformers import StreamTrainer
-from raypipe.streaming import handover, plain
-from raypipe.streaming.shares import Share
+from raypipe.streaming import plain
 from raypipe.streaming.spec import StreamSpec
 
 sys.path.append(str(Path(__file__).parent))
@@ -167,17 +166,6 @@ def test_an_epoch_that_ends_early_is_over_for_a_resume_too(
 def test_more_epochs_than_the_plan_has_are_refused(loop: Loop, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"plan\.epochs"):
         done(loop, spec_of(), tmp_path, epochs=EPOCHS + 2)
-
-
-@each_loop
-def test_workers_that_do_not_divide_a_step_are_refused(
-    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "share_of", lambda *_: Share(0, 3, 0, 3))
-    with pytest.raises(
-        ConfigError, match=r"3 workers cannot share the 4 micro-batches .* elastic"
-    ):
-        done(loop, spec_of(4), tmp_path)
 
 
 WITHOUT_EFFECT = {

@@ -59,7 +59,7 @@ def by_transform(
     transform = SampleTransform(A.Compose(steps), targets=names)
     assert transform.program is not None
     image = np.zeros((*size, 3), np.uint8)
-    return transform.with_targets(image, targets, (1, 2)).targets
+    return transform.with_targets(image, targets, (1, 2))
 
 
 def targets_of(seed: int, size: tuple[int, int]) -> dict[str, np.ndarray]:

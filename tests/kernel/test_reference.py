@@ -28,16 +28,18 @@ FILTER = [3, 4, *[1 << 10] * 9, *[0] * (MAX_FILTER**2 - 9)]
 JITTER = [0, 1, 2, 3, 1 << 16, 1 << 16, 1 << 16, 0]
 
 
-def by_reference(op: int, params: list[int]) -> np.ndarray:
+def by_reference(op: int, params: list[int], image: np.ndarray = IMAGE) -> np.ndarray:
     table = np.array([[op, 0]], np.int32), np.array([1, *params], np.int64)
-    return reference.apply_all(IMAGE, *table)
+    return reference.apply_all(image, *table)
 
 
-def by_kernel(op: int, params: list[int]) -> np.ndarray | None:
+def by_kernel(
+    op: int, params: list[int], image: np.ndarray = IMAGE
+) -> np.ndarray | None:
     """The image, of the size that it had; None: the kernel has the status BAD_PARAMS."""
-    out = np.zeros((1, *IMAGE.shape), np.uint8)
+    out = np.zeros((1, *image.shape), np.uint8)
     job = Job(np.array([[op, 0]], np.int32), np.array([[1, *params]], np.int64), out)
-    (status,) = kernel.run([IMAGE], [job])
+    (status,) = kernel.run([image], [job])
     assert status in (DONE, BAD_PARAMS), status
     return out[0] if status == DONE else None
 
@@ -106,6 +108,21 @@ def test_bad_params_of_each_kind_are_refused(
 def test_params_at_their_limits_are_taken(op: Op, params: list[int]) -> None:
     made = by_kernel(op, params)
     assert made is not None and np.array_equal(made, by_reference(op, params))
+
+
+def test_affine_maps_of_any_side_and_border_are_the_references(simd: int) -> None:
+    rng = np.random.default_rng(simd)
+    for number in range(300):
+        height, width = rng.integers(1, 40, 2).tolist()
+        image = rng.integers(0, 256, (height, width, 3), np.uint8)
+        # turns, scales and shifts, which have most of the image in sight
+        near = np.array([1, 0, 0, 0, 1, 0]) + rng.normal(0, 0.2, 6) * (number % 4)
+        numbers = near * [1, 1, width, 1, 1, height]
+        params = (numbers * (1 << 32)).astype(np.int64).tolist()
+        params += [number % 2, *rng.integers(0, [5, 256, 256, 256]).tolist()]
+        made = by_kernel(Op.AFFINE, params, image)
+        assert made is not None
+        assert np.array_equal(made, by_reference(Op.AFFINE, params, image)), params
 
 
 @pytest.mark.parametrize("interpolation", [NEAREST, LINEAR])

@@ -168,20 +168,6 @@ def test_a_stopped_run_with_a_checkpoint_or_unknown_ones_exits_as_such(
     )
 
 
-def test_another_thread_leaves_signals_alone() -> None:
-    before, seen = signal.getsignal(signal.SIGINT), list[object]()
-
-    def use() -> None:
-        with Interrupts() as interrupts:
-            interrupts.stand()
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-
-
 @pytest.fixture
 def job(tmp_path: Path, stores: dict[str, Path]) -> list[str]:
     """The settings of a run."""

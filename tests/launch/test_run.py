@@ -158,13 +158,6 @@ def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
     )
 
 
-def test_a_store_without_class_names_asks_for_the_setting() -> None:
-    with pytest.raises(
-        ConfigError, match=r"does not name its classes: set num_classes"
-    ):
-        num_classes_of(RUN, spec(store(None)))
-
-
 # What is refused, and what is left
 
 
@@ -340,37 +333,6 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     ]
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "message"),
-    [
-        (
-            "transform",
-            {"train": [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}]},
-            "step 1, OneOf step 1: .* did you mean Horizontal",
-        ),
-        ("transform", {"val": "lihgt"}, "no transform preset 'lihgt'; did you mean"),
-        (
-            "augment",
-            {"ops": [{"op": "RandomErasinggg"}]},
-            "'RandomErasinggg' is not a 2D operation",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_told_before_ray_starts(
-    stores: dict[str, Path],
-    tmp_path: Path,
-    section: str,
-    values: dict[str, Any],
-    message: str,
-) -> None:
-    store = StoreConfig(str(stores["train"]), str(stores["val"]))
-    run = RunConfig(store=store, storage_path=str(tmp_path))
-    changed = dataclasses.replace(getattr(run, section), **values)
-    with pytest.raises(ConfigError, match=message):
-        launch(dataclasses.replace(run, **{section: changed}))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_ended_run_says_so_and_has_its_result_without_ray(
     stores: dict[str, Path],
     tmp_path: Path,
@@ -437,10 +399,3 @@ def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
         ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"
     ):
         check_model("resnet18", 4)
-
-
-def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"
-    ):
-        check_model("resnet51", 3)

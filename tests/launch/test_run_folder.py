@@ -17,7 +17,6 @@ from raypipe.launch.run_folder import (
 )
 from raypipe.plan.places import Cursor
 from raypipe.streaming.saving.checkpoints import write_checkpoint
-from raypipe.streaming.stop_file import remove_stop, request_stop, stop_requested
 
 # The run's folder
 
@@ -34,11 +33,6 @@ def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
         match=r"/mine already has a run: .*--resume, or choose another --name",
     ):
         check_run_folder(uri, resume=False)
-
-
-def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("")
-    check_run_folder(tmp_path.as_uri(), resume=False)
 
 
 def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(
@@ -147,20 +141,3 @@ def test_a_name_that_leads_out_of_the_storage_path_is_refused(
     ):
         pass
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_is_asked_to_stop_until_the_request_is_taken_back(tmp_path: Path) -> None:
-    run = tmp_path / "my runs"
-    run.mkdir()
-    assert not stop_requested(run.as_uri())
-    remove_stop(run.as_uri())  # there is none
-    for _ in range(2):  # a second request is none too many
-        request_stop(run.as_uri())
-        assert stop_requested(run.as_uri())
-    assert [path.name for path in run.iterdir()] == ["stop"]
-    remove_stop(run.as_uri())
-    assert not stop_requested(run.as_uri()) and not list(run.iterdir())
-
-
-def test_no_stop_is_requested_of_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert not stop_requested((tmp_path / "later").as_uri())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import queue
 import re
-import threading
 import time
 import urllib.request
 from collections import Counter
@@ -23,7 +21,7 @@ from ray.util import metrics as ray_metrics
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import configure_logs
-from raypipe.metrics.prometheus import METRICS, TrainerMetrics
+from raypipe.metrics.prometheus import METRICS
 from raypipe.storage.retries import take_counts
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
@@ -171,37 +169,6 @@ def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     )
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
-    monkeypatch: pytest.MonkeyPatch, dropped: bool
-) -> None:
-    shown: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
-
-    class Gauge:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def set(self, value: float, tags: dict[str, str]) -> None:
-            shown.put((self.name, value))
-
-    monkeypatch.setattr("raypipe.metrics.prometheus._instrument", Gauge)
-    monkeypatch.setattr("raypipe.metrics.prometheus._PERIOD_S", 0.01)
-    others = set(threading.enumerate())
-    metrics = TrainerMetrics("run", 0)
-    metrics.opened(None)
-    metrics.checkpointed()
-    seen = {shown.get()[0] for _ in range(10)}  # nobody records anything
-    names = ("batch", "checkpoint")
-    assert seen == {f"raypipe_trainer_last_{name}_timestamp_seconds" for name in names}
-    # Ray's own come and go
-    begun = set(threading.enumerate()) - others
-    (thread,) = (each for each in begun if each.name.startswith("raypipe-"))
-    if not dropped:
-        metrics.ended()
-    del metrics
-    thread.join()
-
-
 @pytest.mark.cluster
 def test_gauges_tell_where_a_stream_stands(stopped: tuple[Loader, Any, Scrape]) -> None:
     _, _, scrape = stopped
@@ -251,23 +218,6 @@ def test_no_more_than_what_has_happened_is_exported(
         assert exported is not None and 0 < exported <= total, name
     assert ended.value("raypipe_substituted_samples_total", split="val") is None
     assert 0 < (ended.value("raypipe_stream_faults_total", kind="actor_died") or 0) <= 2
-
-
-@pytest.mark.cluster
-def test_seconds_are_those_that_the_rank_itself_has_measured(
-    ended: Scrape,
-    stopped: tuple[Loader, Any, Scrape],
-    counted: Counter[tuple[str, str]],
-) -> None:
-    times = stopped[0].times("train")
-    for stage in ("wait", "augment", "compute"):
-        given = counted[f"raypipe_trainer_{stage}_seconds_total", "train"]
-        assert given == pytest.approx(getattr(times, f"{stage}_s"), rel=1e-6)
-    read, work = (
-        ended.value(f"raypipe_actor_{name}_seconds_total", split="train") or 0
-        for name in ("read", "work")
-    )
-    assert 0 < read < work <= times.work_s * (1 + 1e-6)
 
 
 @pytest.mark.cluster

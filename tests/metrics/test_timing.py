@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import pytest
 import torch
 
 from raypipe.metrics.timing import (
@@ -13,7 +11,6 @@ from raypipe.metrics.timing import (
     StageClock,
     StageTimes,
     diagnose,
-    mark,
 )
 
 CPU = torch.device("cpu")
@@ -40,26 +37,6 @@ def test_a_run_that_has_just_begun_gets_no_advice() -> None:
     assert "The model limits the run" in " ".join(diagnose(minute, Situation(1, 4)))
 
 
-def test_the_clock_sums_by_stage() -> None:
-    clock = StageClock(CPU)
-    start = mark(CPU)
-    time.sleep(0.02)
-    end = mark(CPU)
-    clock.add("train", "wait", start, end)
-    clock.add("train", "wait", start, end)
-    clock.add("train", "compute", start, start)
-    clock.count("train", images=3, drained=1)
-    times = clock.times("train")
-    assert times.wait_s == pytest.approx(2 * (end - start)) and times.wait_s >= 0.04
-    assert (times.compute_s, times.augment_s, times.images, times.drained) == (
-        0,
-        0,
-        3,
-        1,
-    )
-    assert clock.times("train") == times
-
-
 def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
     class Event:
         def __init__(self) -> None:
@@ -76,13 +53,6 @@ def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
     assert clock.times("train").augment_s == 0
     end.passed = True
     assert clock.times("train").augment_s == 1.5
-
-
-def test_times_add_up() -> None:
-    one = StageTimes(10, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-    assert one + one == StageTimes(20, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
-    assert one + one - one == one
-    assert one.step_s == 8.0 and one.wait_fraction == 1 / 8
 
 
 def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> None:

@@ -34,7 +34,7 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.section import kinds_of
 from raypipe.transform.decode.limits import MAX_PIXELS
-from raypipe.transform.presets import check_transform
+from raypipe.transform.presets import build_transform
 from raypipe.transform.sizes import sides_of, sizes_of
 
 
@@ -95,7 +95,7 @@ def test_a_transform_of_any_settings_is_checked_or_refused(field: str) -> None:
             ):
                 assert height * width <= MAX_PIXELS
             for transform in (config.train, config.val):
-                check_transform(transform, config.final_size)
+                build_transform(transform, config.final_size)
         except ConfigError:
             pass
 

@@ -55,10 +55,11 @@ def test_steps_that_are_left_out_are_none_of_those_ahead() -> None:
     for number, position in enumerate(stream):
         for num in (0, 1, 4):
             expected = stream[number + num : number + num + 1] or [None]
-            assert [plan.later(position, num)] == expected
+            ahead = plan.micro_batches(position, position.micro + num)
+            assert [next(ahead, None)] == expected
     [training, *_] = plan.segments(plan.start())
-    only = places(plan.only(training))
-    assert plan.only(training).later(only[1], 2) == only[3]
+    only = plan.only(training)
+    assert list(only.micro_batches(places(only)[2])) == places(only)[2:]
 
 
 @given(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,36 +71,6 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cluster, "remember_own_node", lambda: None)
     cluster.connect()
     return str(told["address"])
-
-
-_SECOND_DRIVER = """
-import os, ray, raypipe
-from pathlib import Path
-from raypipe.rayext.cluster_state import started_here
-raypipe.connect()
-
-@ray.remote(num_cpus=0)
-def parent():
-    return Path(f"/proc/{os.getppid()}/cmdline").read_text()
-
-print("fork_server" in ray.get(parent.remote()), started_here())
-"""
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
-def test_workers_of_a_second_driver_of_a_local_cluster_are_forks_too(
-    ray_cluster: None,
-) -> None:
-    address = ray.get_runtime_context().gcs_address
-    ended = subprocess.run(
-        [sys.executable, "-c", _SECOND_DRIVER],
-        env=os.environ | {"RAY_ADDRESS": address},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.stdout.split() == ["True", "False"], ended.stderr
 
 
 def test_a_cluster_that_ray_start_runs_on_this_machine_is_joined(

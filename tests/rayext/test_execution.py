@@ -1,48 +1,59 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
+import math
 import sys
+import time
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 
+import cv2
+import numpy as np
 import pytest
 import ray
 import ray.data
+from memory import MemoryWatch
 from ray import cloudpickle
-from ray.data._internal.execution.bundle_queue import ReorderingBundleQueue
-from ray.data._internal.execution.streaming_executor_state import OpBufferQueue
-from tiers import is_soak
 
-from raypipe.config import PoolConfig
-from raypipe.rayext.execution import Settings, StreamAutoscaler, context_of
+from raypipe.config import PlanConfig, PoolConfig
+from raypipe.rayext.execution import Settings, context_of
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.pipeline import splits
+from raypipe.streaming.row import host_batches
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.mark.cluster
-def test_a_store_of_ten_object_stores_streams_without_spilling(
-    request: pytest.FixtureRequest,
+@pytest.mark.system
+def test_a_store_of_two_object_stores_streams_without_spilling(
+    idle_cluster: None,
 ) -> None:
-    # A process and a cluster of its own, with an object store of 80 MiB. The short form has one stream, whose
-    # trainer is slow at first.
-    num_cases = 4 if is_soak(request.config) else 1
-    script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
-    command = [sys.executable, str(script), f"--cases={num_cases}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(*found, sep="\n")
-    assert (
-        len(found) == num_cases
-        and found[0]["streamed_mib"] >= 10 * found[0]["store_mib"]
+    """A reader reads large images, and a trainer is slow at first."""
+    bitmap = cv2.imencode(".bmp", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
+    room = ray.cluster_resources()["object_store_memory"]
+    num = 8 * math.ceil(2 * room / (8 * len(bitmap)))
+    spec = open_stream(
+        MemoryStore([bitmap] * num, [0] * num),
+        plan=PlanConfig(epochs=1, micro_batch_size=8),
+        train_transform=corner,
+        pool=PoolConfig(reader="separate", max_in_flight=8),
     )
-    for case in found:
-        assert case["micro_batches"] == case["expected"]
-        assert case["spilled_mib"] == 0
-        # What lies above the micro-batches in flight was let go, and waits for Ray to free it, once a second.
-        assert case["peak_mib"] <= case["store_mib"]
-        assert case["grown_mib"] < 150
+    received = 0
+    with MemoryWatch() as before:
+        time.sleep(1.0)
+    with MemoryWatch() as memory:
+        (iterator,) = splits(spec, spec.plan.start(), max_actors=1)
+        for batch in host_batches(iterator):
+            if received < 60:
+                time.sleep(0.05)
+            received += len(batch.index)
+    assert received == num
+    assert memory.spilled == before.spilled
+    assert memory.object_store <= room / 3
+
+
+def corner(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:160, :160])
 
 
 def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> None:
@@ -80,51 +91,3 @@ def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
         "log" in name or "stats" in name or "metrics" in name for name in names
     )
     assert found.max_errored_blocks == 0 and found.get_config("of the user") is None
-
-
-def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(
-    tmp_path: Path,
-) -> None:
-    context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
-    (tmp_path / "context").write_bytes(cloudpickle.dumps(context))
-    code = (
-        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'));"
-        "made = sys.modules['ray.data._internal.execution.streaming_executor'].create_actor_autoscaler;"
-        "print(made.__module__, hasattr(made, '__wrapped__'))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "context")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
-
-
-class Operator(SimpleNamespace):
-    """One of Ray Data's, which are keys of their topology."""
-
-    __hash__ = object.__hash__
-
-
-def test_the_reader_stays_on_its_executions_node_until_that_drains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    node = ray.NodeID.from_random().hex()
-    context = SimpleNamespace(
-        get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE)
-    )
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    actors = SimpleNamespace(
-        per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0),
-        refresh_actor_state=lambda: None,
-    )
-    reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
-    pool = Operator(
-        get_autoscaling_actor_pools=lambda: [actors],
-        input_dependencies=[reader],
-        _output_queue=ReorderingBundleQueue(),
-    )
-    states = {
-        op: SimpleNamespace(output_queue=OpBufferQueue(1)) for op in (reader, pool)
-    }
-    StreamAutoscaler(states, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
-    strategy = reader._ray_remote_args["scheduling_strategy"]
-    # hard, Ray fails the task once the node drains
-    assert strategy.node_id == node and strategy.soft

@@ -65,35 +65,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     until(lambda: _stat(process.pid)[0] == "T")
 
 
-def test_a_stopped_supervisor_is_killed_and_a_busy_one_is_not(
-    busy: subprocess.Popen[bytes], supervisor: Supervisor
-) -> None:
-    watch = SupervisorWatchdog(supervisor, 3, lambda: 2.5)
-    watch.turn(0.0)
-    assert supervisor.heard == [(3, 2.5)]
-    supervisor.answers = False
-    for now in (1.0, 2.0, 5.0, 100.0):  # it is busy, and says nothing
-        watch.turn(now)
-    assert busy.poll() is None and not supervisor.notes and len(supervisor.heard) == 2
-    stop(busy)
-    watch.turn(101.0)
-    assert busy.wait() == -9
-    (note,) = supervisor.notes
-    assert note.startswith(
-        "stopped: killed a stopped process (SIGSTOP) that watched the stream: supervisor"
-    )
-
-
-def test_a_supervisor_that_answers_is_not_looked_at(
-    busy: subprocess.Popen[bytes], supervisor: Supervisor
-) -> None:
-    stop(busy)
-    watch = SupervisorWatchdog(supervisor, 0, lambda: 0.0)
-    for now in range(10):
-        watch.turn(float(now))
-    assert busy.poll() is None and len(supervisor.heard) == 10
-
-
 def test_another_nodes_process_is_left_to_the_rank_there(
     busy: subprocess.Popen[bytes], supervisor: Supervisor
 ) -> None:

@@ -60,36 +60,31 @@ def decided(
 
 
 @pytest.mark.parametrize(
-    ("per_step", "cpus", "workers"),
+    ("per_step", "cpus", "fewest", "workers"),
     [
-        (12, 24, 12),
-        (12, 22, 6),
-        (12, 10, 4),
-        (8, 14, 4),
-        (7, 12, 1),
-        (4, 100, 4),
-        (6, 5, 2),
+        (12, (24,), 1, 12),
+        (12, (22,), 1, 6),
+        (12, (10,), 1, 4),
+        (7, (12,), 1, 1),
+        (4, (100,), 1, 4),
+        (6, (5,), 1, 2),
+        # node by node: 1 + 1 + 2, and not 11 // 2
+        (8, (3, 3, 5), 1, 4),
+        # there is room for 3, of which 2 divide a step
+        (4, (6,), 2, 2),
+        (4, (6,), 4, None),
     ],
 )
 def test_elastic_training_takes_the_largest_divisor_of_m_with_room(
-    per_step: int, cpus: float, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (
-        decided(monkeypatch, per_step, 1, per_step, {"node": {"CPU": cpus}}) == workers
-    )
-
-
-def test_room_is_counted_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = {"one": {"CPU": 3.0}, "two": {"CPU": 3.0}, "three": {"CPU": 5.0}}
-    assert decided(monkeypatch, 8, 1, 8, nodes) == 4  # 1 + 1 + 2, and not 11 // 2
-
-
-def test_fewer_divisors_than_the_fewest_workers_means_to_wait(
+    per_step: int,
+    cpus: tuple[float, ...],
+    fewest: int,
+    workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # There is room for 3, of which 2 divide M = 4: too few where 4 are wanted.
-    assert decided(monkeypatch, 4, 4, 8, {"node": {"CPU": 6}}) is None
-    assert decided(monkeypatch, 4, 2, 8, {"node": {"CPU": 6}}) == 2
+    """It waits where fewer than the fewest have room."""
+    nodes = {str(number): {"CPU": each} for number, each in enumerate(cpus)}
+    assert decided(monkeypatch, per_step, fewest, 12, nodes) == workers
 
 
 # Trainers that have no room
@@ -270,23 +265,3 @@ def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
         while True:
             ray.get(trainer._controller.get_state.remote(), timeout=300)
             time.sleep(0.1)
-
-
-def test_the_wait_for_room_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[dict[str, float]] = []
-    now = [100.0]
-    monkeypatch.setattr("raypipe.rayext.trainer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        "raypipe.rayext.trainer.Recorder.set",
-        lambda _, values, **labels: found.append(values),
-    )
-    policy = FixedPolicy(
-        ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60, "mine"
-    )
-    monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
-    for now[0] in (100.0, 130.0):
-        policy.make_decision_for_non_running_worker_group()
-    assert found == [
-        {"trainer_room_wait_seconds": 0.0},
-        {"trainer_room_wait_seconds": 30.0},
-    ]

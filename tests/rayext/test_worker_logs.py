@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from typing import Any
 
 import pytest
-from ray._private import ray_logging, worker
+from ray._private import worker
 
 from raypipe.logs import configure_logs
 from raypipe.progress import print_progress, relay_progress, spared_output
@@ -58,25 +57,6 @@ def test_lines_that_look_like_faults_of_each_stream_are_not_printed(
     data = {"pid": 7, "is_err": True, "lines": [noise, "a fault"]}
     worker.print_to_stdstream(data, ignore_prefix=True)
     assert [data["lines"] for data in rays_lines] == [["a fault"]]
-
-
-def test_logs_are_taken_from_a_ray_that_is_connected(
-    monkeypatch: pytest.MonkeyPatch, rays_lines: list[dict[str, Any]]
-) -> None:
-    dispatcher = ray_logging.WorkerStandardStreamDispatcher()
-    monkeypatch.setattr(ray_logging, "global_worker_stdstream_dispatcher", dispatcher)
-    handler = functools.partial(worker.print_to_stdstream, ignore_prefix=True)
-    dispatcher.add_handler("ray_print_logs", handler)
-    others: list[dict[str, Any]] = []
-    other = functools.partial(others.append)
-    dispatcher.add_handler("a user's", other)
-    assert not worker_logs.begin_progress()
-    for _ in range(2):
-        worker_logs.take_worker_logs()
-    assert worker_logs.begin_progress()
-    dispatcher.handlers[0][1]({"pid": 3, "is_err": True, "lines": ["a user's print"]})
-    assert rays_lines == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
-    assert dispatcher.handlers[1] == ("a user's", other)
 
 
 @pytest.mark.parametrize("pid", ["raylet", "autoscaler"])

@@ -18,7 +18,6 @@ import raypipe
 from raypipe.commands.checked_samples import check_samples
 from raypipe.commands.copies import header_sides
 from raypipe.commands.inspection import describe
-from raypipe.commands.preview import preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import on_device
@@ -346,19 +345,3 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
     assert header_sides(image) == {"width": 20, "height": 24}
     with pytest.raises(SampleError, match="damaged"):
         header_sides(image[:90])
-
-
-def test_an_array_is_previewed(tmp_path: Path) -> None:
-    plan, transform = (
-        PlanConfig(micro_batch_size=4),
-        TransformConfig(decode="array", train="light", size=8),
-    )
-    found = preview(
-        open_stream(store_of("uint16", 4), plan=plan, transform=transform),
-        str(tmp_path / "p.png"),
-        augment=AugmentConfig(mean=(0.5,) * 4, std=(0.5,) * 4, preset="light"),
-        epochs=1,
-        samples=1,
-    )
-    assert found["samples"] == 1
-    assert cv2.imread(str(tmp_path / "p.png")).std() > 20

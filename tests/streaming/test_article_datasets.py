@@ -54,22 +54,22 @@ def together(halves: list[list[str]]) -> list[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("kind", "workers"), [("custom", 0), ("optimized", 1)])
+@pytest.mark.parametrize(
+    ("kind", "killed", "resumed", "workers"),
+    [("custom", TORCHRUN, PLAIN, 0), ("optimized", PLAIN, ACCELERATE, 1)],
+)
 def test_an_articles_dataset_has_one_digest_through_kills(
-    kind: str, workers: int, tmp_path: Path
+    kind: str, killed: list[str], resumed: list[str], workers: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     for number, sample in enumerate(samples(NUM)):
         path = folder / f"img{number:03d}_{number % 5}.jpg"
         path.write_bytes(sample["image"])  # type: ignore[arg-type]
-    (whole,) = trained(folder, tmp_path, kind, workers)
+    (whole,) = trained(folder, tmp_path, kind, workers=0)
     assert len(whole) == NUM * EPOCHS and len(set(whole)) == NUM * EPOCHS
-    for killed, resumed in ((TORCHRUN, PLAIN), (PLAIN, ACCELERATE)):
-        (tmp_path / "state").unlink()
-        before = trained(folder, tmp_path, kind, workers, killed, dies_at=4)
-        after = trained(folder, tmp_path, kind, workers, resumed)
-        seen = [
-            together(half) if len(half) == 2 else half[0] for half in (before, after)
-        ]
-        assert seen[0] + seen[1] == whole
+    (tmp_path / "state").unlink()
+    before = trained(folder, tmp_path, kind, workers=0, launcher=killed, dies_at=4)
+    after = trained(folder, tmp_path, kind, workers, resumed)
+    seen = [together(half) if len(half) == 2 else half[0] for half in (before, after)]
+    assert seen[0] + seen[1] == whole

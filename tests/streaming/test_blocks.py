@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most_bytes, tasks
+from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most_bytes
 from raypipe.streaming.planning import make_plan
 
 
@@ -44,27 +42,6 @@ def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(
             assert len({(at.split, at.epoch) for at in block}) == 1
         for start in range(0, len(blocks), ranks):
             assert len({len(block) for block in blocks[start : start + ranks]}) == 1
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-@pytest.mark.parametrize("rounds", [0, 1, 5, 100, 3000, 10**6])
-def test_tasks_follow_each_other_in_whole_rounds_and_are_few(
-    rounds: int, ranks: int
-) -> None:
-    total = rounds * ranks
-    found = tasks(total, ranks)
-    assert [first for first, _ in found] == [
-        0,
-        *np.cumsum([count for _, count in found])[:-1].tolist(),
-    ]
-    assert sum(count for _, count in found) == total
-    assert all(count % ranks == 0 for _, count in found)
-    assert len(found) <= 256 + 8
-    longest = max(1024, total // 256) + ranks
-    assert all(
-        second <= 2 * count and second <= longest
-        for (_, count), (_, second) in pairwise(found)
-    )
 
 
 @pytest.mark.parametrize(

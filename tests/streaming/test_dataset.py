@@ -79,22 +79,6 @@ def check_batches(
 
 
 @pytest.mark.cluster
-def test_torch_batches_are_the_micro_batches_of_the_loader(
-    stores: dict[str, Path],
-) -> None:
-    import torch
-
-    spec = spec_of(stores, transform=SMALL)
-    dataset = raypipe.dataset(spec, epoch=1, first_step=2)
-    found = list(dataset.iter_torch_batches(batch_size=8))
-    assert (
-        found[0]["image"].dtype == torch.uint8
-        and found[0]["label"].dtype == torch.int64
-    )
-    check_batches(found, expected(spec, "train", 1, first_step=2))
-
-
-@pytest.mark.cluster
 def test_streaming_split_gives_each_rank_its_micro_batches(
     stores: dict[str, Path],
 ) -> None:

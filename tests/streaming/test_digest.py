@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import without_ray
@@ -198,77 +196,3 @@ def test_the_digest_of_a_run_needs_its_configuration_alone(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(
         expected
     )
-
-
-# Ranges of a stream
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-class TestRanges:
-    def test_the_command_writes_and_compares_files(
-        self,
-        stores: dict[str, Path],
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        def run(*args: object, code: int = 0) -> dict[str, Any]:
-            options = "--plan.epochs 2 --plan.micro_batch_size 10 --transform.size 16 "
-            options += "--plan.global_batch_size 20 --pool.max_actors 1"
-            with (
-                pytest.raises(SystemExit)
-                if code
-                else contextlib.nullcontext() as caught
-            ):
-                cli_main("digest", stores["train"], *options.split(), *args)
-            assert caught is None or caught.value.code == code
-            return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-        one, other = tmp_path / "one.json", tmp_path / "other.json"
-        found = run("--to-step", 7, "--output", one, "--pool.engine", "inline")
-        counts = {"samples": 140, "micro_batches": 14, "output": str(one)}
-        assert found == {
-            "store": str(stores["train"]),
-            "digest": found["digest"],
-            **counts,
-        }
-        written = json.loads(one.read_text())
-        assert (
-            combine(bytes.fromhex(d) for d in written["micro_batches"].values())
-            == found["digest"]
-        )
-        found = run(
-            "--from-step",
-            5,
-            "--train.num_workers",
-            2,
-            "--compare",
-            one,
-            "--output",
-            other,
-        )
-        assert (
-            found["equal"] and found["compared"] == 4 and found["micro_batches"] == 10
-        )
-        changed = {
-            "workers": [1, 2],
-            "actors": [0, 1],
-            "from_step": [0, 5],
-            "to_step": [7, 10],
-        }
-        assert found["settings"] == changed
-        found = run(
-            "--to-step",
-            1,
-            "--transform.train",
-            "center",
-            "--compare",
-            one,
-            "--pool.engine",
-            "inline",
-            code=1,
-        )
-        assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
-        assert found["first_different"] == "train-e0000-s000000-m000"
-        assert found["settings"]["transform.train"] == ["light", "center"]
-        assert compare(DigestFile.read(one), DigestFile.read(other))["compared"] == 4

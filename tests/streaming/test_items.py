@@ -15,6 +15,7 @@ import noisy_dataset
 import numpy as np
 import pytest
 import torch
+from micro_batches import EncodedSample, slow_one
 from noisy_dataset import Noisy
 from ray import cloudpickle
 from same_stream import Way, assert_same_stream
@@ -33,7 +34,6 @@ from raypipe.errors import ConfigError, CursorError, TransformError
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.sample_makers import SampleMakers
-from raypipe.transform.samples import EncodedSample
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3)
 INLINE = PoolConfig(engine="inline")
@@ -136,7 +136,7 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
             for row, key in enumerate(spec.plan.sample_keys("train", draws).tolist()):
                 index = int(batch.index[row])
                 sample = EncodedSample(index.to_bytes(8, "little"))
-                alone = maker.slow(sample, tuple(key))["item"]
+                alone = slow_one(maker, sample, key)["item"]
                 assert alone.equal(batch.collated[row]), index
                 drawn |= {float(alone[0])} if alone[0] % 1 else set()
     assert len(drawn) == 3 * 3

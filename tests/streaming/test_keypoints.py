@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import without_ray
+from micro_batches import EncodedSample, slow_one
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -20,7 +21,6 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
 
 SIZE = (192, 256)
 KEYS = np.random.SeedSequence(3).generate_state(24, np.uint64).reshape(12, 2).tolist()
@@ -67,12 +67,12 @@ PIPELINES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None:
     made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
-    alone = SampleMaker(PIPELINES[name], TransformConfig(size=128))
+    plain = SampleMaker(PIPELINES[name], TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
-        found = made.slow(EncodedSample(image, 0, {"joints": points}), tuple(key))
+        found = slow_one(made, EncodedSample(image, 0, {"joints": points}), key)
         pixels = found["image"]
         assert np.array_equal(
-            pixels, alone.slow(EncodedSample(image), tuple(key))["image"]
+            pixels, slow_one(plain, EncodedSample(image), key)["image"]
         )
         assert (
             found["keypoints"].shape == (3, 3)

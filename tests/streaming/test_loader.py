@@ -188,16 +188,6 @@ def test_a_state_of_something_else_is_refused(
     assert next(every_batch(one)).position.step == 0
 
 
-def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(
-    spec: StreamSpec, tmp_path: Path
-) -> None:
-    one = loader(spec, cursor=spec.plan.cursor_at(3))
-    one.save(str(tmp_path))
-    assert Cursor.from_json(
-        (tmp_path / "cursor.json").read_text()
-    ) == spec.plan.cursor_at(3)
-
-
 def closed(one: Loader) -> None:
     next(next(one.epochs()).train)
     one.close()
@@ -304,6 +294,7 @@ class OwnPool:
     supervisor: Any = object()
     actors, num_readers, has_begun, is_shared = 1, 0, True, False
     on_start: Callable[[], None]
+    waited_s: Callable[[], float]
 
     def __init__(self, spec: StreamSpec) -> None:
         self.spec = spec
@@ -454,16 +445,6 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
         f"all {plan.config.epochs} epochs are done" in told
         and "set a larger plan.epochs" in told
     )
-
-
-def test_processes_of_torchrun_get_a_share_each(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert loader(spec).world_size == 2
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert loader(spec).world_size == 1
 
 
 def test_a_function_of_ray_tune_gets_the_whole_stream(

@@ -18,7 +18,6 @@ from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import Samples
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -83,7 +82,7 @@ def test_one_by_one_each_sample_is_read_alone_and_no_excluded_one(
     # the first of a validation, and of those that tell the size of padding
     store.deadly = 0
 
-    def read(at: MicroBatchId, indices: np.ndarray) -> Samples:
+    def read(at: MicroBatchId, indices: np.ndarray) -> Columns:
         store.notes += [("asked for", index) for index in indices[indices >= 0]]
         return maker.read_store(at, indices)
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +12,13 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import (
     BadSamplesError,
     ConfigError,
-    CursorError,
     SampleError,
     TransformError,
 )
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import block_dataset, splits
+from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.spec import StreamSpec
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -30,18 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
 SMALL = TransformConfig(train="light", val="center", size=24)
-
-
-def spec_of(
-    stores: dict[str, Path], train: str = "train", **changes: Any
-) -> StreamSpec:
-    return open_stream(
-        str(stores[train]),
-        str(stores["val"]),
-        **{"plan": PLAN, "transform": SMALL, **changes},
-    )
 
 
 def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:
@@ -113,12 +98,3 @@ def test_a_transform_that_cannot_be_sent_or_exits_is_one_clear_error() -> None:
         spec = open_stream(with_bad({}), plan=ONE_EPOCH, train_transform=transform)
         with pytest.raises(error, match=message):
             list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
-
-
-def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
-    spec, other = (
-        spec_of(stores),
-        spec_of(stores, plan=dataclasses.replace(PLAN, seed=6)),
-    )
-    with pytest.raises(CursorError, match=other.plan.fingerprint):
-        block_dataset(spec, other.plan.start(), max_actors=1)

@@ -20,7 +20,6 @@ from raypipe.streaming import read_ahead
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.read_ahead import ReadAhead
-from raypipe.transform.samples import Wanted
 
 NUM, PER_GROUP, PER_WINDOW = 240, 4, 3
 IN_WINDOW = PER_GROUP * PER_WINDOW
@@ -72,7 +71,7 @@ def plan_of(store: MemoryStore) -> Plan:
 
 
 def ahead_of(store: MemoryStore, plan: Plan) -> ReadAhead:
-    return ReadAhead(plan, {"train": store}, Wanted())
+    return ReadAhead(plan, {"train": store}, ("image", "label"))
 
 
 def begin(ahead: ReadAhead, position: MicroBatchId) -> None:
@@ -94,14 +93,6 @@ def test_a_window_is_fetched_while_the_one_before_is_made(store: KeepingStore) -
         # and nothing of the window after the next
         assert len(store.fetched) <= (1 + (number + 3) // 6) * PER_WINDOW
     assert store.threads == {"raypipe-read-ahead"}
-
-
-def test_an_error_is_left_to_who_needs_the_samples(store: KeepingStore) -> None:
-    plan = plan_of(store)
-    ahead = ahead_of(store, plan)
-    store.is_broken = True
-    begin(ahead, next(plan.micro_batches(plan.start())))
-    assert store.threads and not store.fetched
 
 
 def test_on_one_machine_actors_read_the_groups_that_it_keeps() -> None:

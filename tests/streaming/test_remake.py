@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 import torch
 from pictures import picture
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
@@ -158,48 +156,6 @@ def test_columns_that_are_made_are_checked_as_well() -> None:
     with pytest.raises(
         ConfigError, match=r"make_columns does not make the same of the same sample"
     ):
-        list(inline_batches(spec, spec.plan.start()))
-
-
-def pure_at(size: Any) -> Callable[[np.ndarray], np.ndarray]:
-    height, width = size if isinstance(size, tuple) else (size, size)
-    return lambda image: image[:height, :width]
-
-
-def counting_at_the_second_size(size: Any) -> Callable[[np.ndarray], np.ndarray]:
-    calls = iter(range(1000))
-    pure = pure_at(size)
-    if size in (4, (4, 8)):
-        return pure
-    return lambda image: (pure(image) + np.uint8(next(calls))).astype(np.uint8)
-
-
-SIZED: dict[str, dict[str, Any]] = {
-    "growing sizes": {"transform": TransformConfig(size={0: 4, 1: 8})},
-    "buckets": {"buckets": ("4x8", "8x4")},
-}
-
-
-def sized_spec(kind: str, code: Callable[[Any], Any], threads: int = 0) -> Any:
-    store = MemoryStore(
-        [picture(number) for number in range(8)],
-        np.zeros(8, np.int64),
-        columns={"width": [8, 4] * 4, "height": [4, 8] * 4},
-    )
-    options = dict(SIZED[kind])
-    transform = options.pop("transform", TransformConfig(size=8))
-    return open_stream(
-        store,
-        plan=PlanConfig(epochs=2, micro_batch_size=2, **options),
-        transform=replace(transform, train=f"{__name__}:{code.__name__}"),
-        pool=PoolConfig(engine="inline", max_actors=threads),
-    )
-
-
-@pytest.mark.parametrize("kind", SIZED)
-def test_code_that_keeps_state_at_one_size_only_is_found(kind: str) -> None:
-    spec = sized_spec(kind, counting_at_the_second_size)
-    with pytest.raises(ConfigError, match="does not make the same of the same sample"):
         list(inline_batches(spec, spec.plan.start()))
 
 

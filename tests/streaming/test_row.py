@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from micro_batches import as_samples, plain
+from micro_batches import EncodedSample, as_samples, each, plain
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
@@ -15,13 +15,14 @@ from raypipe.rayext.iteration import Ended
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
-    SourceRow,
     batches_of,
     block_row,
     host_batches,
+    of_source_row,
+    source_row,
 )
 from raypipe.transform.fields import Field, MicroBatch, Ragged
-from raypipe.transform.samples import NO_LABEL, EncodedSample
+from raypipe.transform.samples import NO_LABEL
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
 
@@ -36,28 +37,21 @@ COLUMNS = [
 def test_what_a_reader_has_read_is_what_an_actor_unpacks(
     columns: list[dict[str, Any]],
 ) -> None:
-    reads = [
-        as_samples(
-            [EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]
-        ),
-        as_samples(
-            [
-                EncodedSample(None, -1, columns[0]),
-                EncodedSample(b"b", NO_LABEL, columns[1]),
-            ]
-        ),
-    ]
-    row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5, 0.25).packed())
-    assert row.reads is not None and (row.block, row.read_s, row.outage_s) == (
-        BLOCK,
-        0.5,
-        0.25,
+    samples = as_samples(
+        [
+            EncodedSample(b"a", 7, columns[0]),
+            EncodedSample(None, 0, columns[1]),
+            EncodedSample(None, -1, columns[0]),
+            EncodedSample(b"b", NO_LABEL, columns[1]),
+        ]
     )
-    for samples, expected in zip(row.reads, reads, strict=True):
-        assert [sample[:2] for sample in samples] == [sample[:2] for sample in expected]
-        for sample, other in zip(samples, expected, strict=True):
-            np.testing.assert_equal({**sample.columns}, {**other.columns})
-    assert SourceRow.unpacked(SourceRow(BLOCK).packed()) == (BLOCK, None, 0, 0)
+    samples.read_s = 0.5
+    samples.outage_s = 0.25
+    block, given = of_source_row(source_row(BLOCK, samples))
+    assert given is not None
+    assert (block, given.read_s, given.outage_s) == (BLOCK, 0.5, 0.25)
+    np.testing.assert_equal(each(given), each(samples))
+    assert of_source_row(source_row(BLOCK, None)) == (BLOCK, None)
 
 
 def made(at: MicroBatchId, fields: dict[str, Any]) -> MicroBatch:

@@ -20,7 +20,6 @@ from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch
 
 
@@ -155,36 +154,3 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     assert after.compute_s <= time.perf_counter() - asked - after.checkpoint_s
     loader.close()
     assert read_json(tmp_path / "status.json")["every_s"] == 0
-
-
-def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
-    supervisor = Supervisor(3)
-    assert (
-        supervisor.describe_progress()
-        == "no transform actor has started yet, nor has the reader"
-    )
-    supervisor.reader_started("task", "3 micro-batches")
-    assert (
-        supervisor.describe_progress()
-        == "no transform actor has started yet, and the reader has"
-    )
-    supervisor.actor_started("a", "process 1")
-    assert (
-        supervisor.describe_progress()
-        == "1 transform actor has started, and so has the reader"
-    )
-    supervisor.actor_started("b", "process 2")
-    supervisor.block_started("a", ["train-0-0-0"])
-    assert (
-        supervisor.describe_progress()
-        == "2 transform actors have started, and 1 of them makes blocks"
-    )
-    supervisor.execution_progress(
-        "execution", 1.0, standing="2 transform actors are idle and wait for the reader"
-    )
-    assert (
-        supervisor.describe_progress()
-        == "2 transform actors are idle and wait for the reader"
-    )
-    supervisor.process_left("execution")
-    assert supervisor.describe_progress().startswith("2 transform actors have started")

@@ -59,19 +59,6 @@ def num_reading() -> int:
     return sum("ThreadPool" in thread.name for thread in threading.enumerate())
 
 
-def test_rows_are_read_before_they_are_asked_for_and_not_all_at_once() -> None:
-    train = ReadByThread(100)
-    rows = rows_of(train)
-    next(rows)
-    with train.changed:
-        assert train.changed.wait_for(lambda: train.num_reads == 17, timeout=600)
-        assert not train.changed.wait_for(lambda: train.num_reads > 17, timeout=0.2)
-    next(rows)
-    with train.changed:
-        assert train.changed.wait_for(lambda: train.num_reads == 18, timeout=600)
-    rows.close()
-
-
 def test_an_error_of_the_store_comes_after_the_rows_before_it() -> None:
     rows = rows_of(ReadByThread(100, unreadable=57))
     assert [row["label"].to_pylist() for row in itertools.islice(rows, 9)] == [

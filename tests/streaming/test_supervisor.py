@@ -45,13 +45,6 @@ def test_a_validation_that_some_ranks_leave_out_is_told_once(
         assert alike.events(0) == []
 
 
-def test_an_actor_that_is_new_has_not_died() -> None:
-    supervisor = Supervisor(max_attempts=3)
-    assert not supervisor.actor_started("a", "process 1")
-    assert supervisor.block_started("a", [AT]) == Orders()
-    assert supervisor.events(0) == []
-
-
 def test_other_packages_of_a_node_are_told_once() -> None:
     supervisor = Supervisor(max_attempts=3)
     for _ in range(2):
@@ -194,11 +187,6 @@ def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
         "died 3 times while it read row group 5 of a.parquet: " in error
         and "smaller row groups" in error
     )
-
-
-def test_ranks_that_leave_are_counted_once_each() -> None:
-    supervisor = Supervisor(max_attempts=3)
-    assert [supervisor.rank_done(rank) for rank in (1, 0, 1, 2)] == [1, 2, 2, 3]
 
 
 def test_a_reader_misses_no_event_however_many_there_are(

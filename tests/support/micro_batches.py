@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,16 +15,26 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import Columns
+from raypipe.streaming.items import ItemMaker
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch, Ragged
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples
+from raypipe.transform.samples import NO_LABEL
 
 AT = MicroBatchId("train", 0, 0, 0)
 FIRST_PROBED = 10_000
 FIRST = 20
 """The index of the first sample, unless indices are given."""
+
+
+class EncodedSample(NamedTuple):
+    """A stored sample; `columns` has the values besides image and label, by the store's names."""
+
+    image: bytes | memoryview | None
+    label: int = 0
+    columns: Mapping[str, Any] = MappingProxyType({})
+
 
 Candidate = tuple[EncodedSample, int, tuple[int, int]]
 """A substitute: sample, index, key."""
@@ -196,7 +207,7 @@ def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
     return [EncodedSample(image, 3 * row) for row, image in enumerate(images)]
 
 
-def as_samples(samples: Sequence[EncodedSample]) -> Samples:
+def as_samples(samples: Sequence[EncodedSample]) -> Columns:
     """Join samples; a column that a sample lacks is None."""
     images, columns = (
         [sample.image for sample in samples],
@@ -205,7 +216,20 @@ def as_samples(samples: Sequence[EncodedSample]) -> Samples:
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     labels = np.array([sample.label for sample in samples], np.int64)
     table = {name: column_of(samples, name) for name in names}
-    return Samples(images, labels, pa.table(table))
+    return Columns(images, pa.table(table), labels)
+
+
+def slow_one(
+    maker: SampleMaker | ItemMaker, sample: EncodedSample, key: Any
+) -> dict[str, Any]:
+    """The fields of one sample, by the road for any."""
+    return maker.slow(as_samples([sample]), 0, tuple(key))
+
+
+def each(samples: Columns) -> list[EncodedSample]:
+    """The samples, each by itself."""
+    rows = zip(samples.images, samples.labels.tolist(), strict=True)
+    return [EncodedSample(*sample, samples.row(row)) for row, sample in enumerate(rows)]
 
 
 def run(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
@@ -22,14 +21,6 @@ from raypipe.train.models import (
     build_schedule,
     learning_rate,
 )
-
-
-@pytest.mark.parametrize("side", [8, 32])
-def test_the_small_model_takes_tiny_images(side: int) -> None:
-    model = build_model("small", 7)
-    out = model(torch.zeros(2, 3, side, side))
-    assert out.shape == (2, 7)
-    assert 0.25e6 < sum(p.numel() for p in model.parameters()) < 0.35e6
 
 
 def test_torchvision_models_are_built_by_name() -> None:
@@ -361,26 +352,6 @@ def test_the_state_of_another_model_is_refused() -> None:
             match=r"the checkpoint's model is not that of train\.model=\w+ with \d outputs: [^\n]{50,400}$",
         ):
             other.load(learn(learner(), range(1)))
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_the_state_of_an_optimizer_on_cuda_is_there_but_for_its_step(name: Any) -> None:
-    saved = learn(learner(optimizer=name), range(1))["optimizer"]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        model = build_model("small", 5)
-        optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1))
-        optimizer.load_state_dict(
-            {
-                "state": saved["state"],
-                "param_groups": optimizer.state_dict()["param_groups"],
-            }
-        )
-    for parameter in model.parameters():
-        state = dict(optimizer.state[parameter])
-        step = state.pop("step", None)
-        # or the host would wait for the device
-        assert step is None or step.device.type == "cpu"
-        assert {value.device.type for value in state.values()} == {"cuda"}
 
 
 # The average

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from image_files import saved
-from micro_batches import MicroBatchTransform
+from micro_batches import EncodedSample, MicroBatchTransform
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -24,7 +24,6 @@ from raypipe.config import TransformConfig
 from raypipe.kernel import extension
 from raypipe.transform.decode import jpeg
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(11)
 
@@ -104,7 +103,7 @@ def made(
 
 
 def nothing_fast(self: SampleMaker, samples: Any, *_: Any) -> np.ndarray:
-    return np.zeros(len(samples), bool)
+    return np.zeros(len(samples.labels), bool)
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

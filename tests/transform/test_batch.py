@@ -18,6 +18,7 @@ import torchvision
 from albumentations.pytorch import ToTensorV2
 from micro_batches import (
     Candidate,
+    EncodedSample,
     MicroBatchTransform,
     run,
     samples_of,
@@ -32,7 +33,7 @@ from raypipe.streaming.maker import NUM_SUBSTITUTES
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL
 
 NO_VALUE = "no value: it is missing, cannot be read, or has over 512 MiB"
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoded import encoded, keys_of, saved
-from micro_batches import run, samples_of, transform_of
+from micro_batches import EncodedSample, run, samples_of, slow_one, transform_of
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
@@ -19,7 +19,6 @@ from raypipe.transform.encoded_map import (
 )
 from raypipe.transform.fields import Ragged
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
 
 DEVICE = TransformConfig(size=96, decode="device")
 IMAGES = [
@@ -41,7 +40,7 @@ def test_a_micro_batch_and_its_samples_one_by_one_have_the_same_maps(
 ) -> None:
     batch, content = encoded(IMAGES, transform), SampleMaker(transform, DEVICE)
     for row, (image, key) in enumerate(zip(IMAGES, keys_of(4).tolist(), strict=True)):
-        one = content.slow(EncodedSample(image), key)
+        one = slow_one(content, EncodedSample(image), key)
         assert (one[DATA], one[MAP].tolist()) == (image, batch[MAP][row].tolist())
 
 

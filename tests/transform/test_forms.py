@@ -85,7 +85,7 @@ def test_a_list_of_views_is_refused_with_the_dict_to_return() -> None:
         with pytest.raises(ConfigError, match=r"a list; .* a dict, \{name: image, …\}"):
             SampleTransform(transform)(IMAGE.copy(), (0, 0))
     pair = T.Lambda(lambda image: {"a": crop(image), "b": [crop(image), crop(image)]})
-    made = SampleTransform(pair).with_targets(IMAGE.copy(), {}, (0, 0)).images
+    made = SampleTransform(pair).with_targets(IMAGE.copy(), {}, (0, 0))
     assert {name: view.shape for name, view in made.items()} == {
         "view.a": (8, 8, 3),
         "view.b": (2, 8, 8, 3),

@@ -12,7 +12,7 @@ import pytest
 from without_ray import one_thread
 
 from raypipe.errors import ConfigError
-from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size, sides_of
 
@@ -86,9 +86,8 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         "no transform preset 'hevy'; did you mean heavy[?] choose from none, light, heavy, center, resize,"
         " flip-crop, small, tv-light, autoaugment, randaugment, trivialaugment, augmix, simclr, dino; module:name"
     )
-    for refuse in (build_transform, check_transform):
-        with pytest.raises(ConfigError, match=message):
-            refuse("hevy", 224)
+    with pytest.raises(ConfigError, match=message):
+        build_transform("hevy", 224)
 
 
 @pytest.mark.parametrize(
@@ -96,21 +95,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 )
 def test_what_was_meant_as_steps_and_is_text_is_told_so(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a list of steps: write"):
-        check_transform(text, 8)
-
-
-def test_a_check_finds_wrong_steps_and_leaves_user_code_alone() -> None:
-    check_transform([{"Blur": None}], 8)
-    for other in ("none", "light", "augmix", "no_such_module_xyz:f", None, len):
-        check_transform(other, 8)
-    with pytest.raises(ConfigError, match=r"transform step 1: .*'Blurr'"):
-        check_transform([{"Blurr": {}}], 8)
+        build_transform(text, 8)
 
 
 TWICE = """
 import hashlib, json, sys
 import numpy as np, torch
-from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 
 def digests(seed, keys, names):
@@ -157,8 +148,8 @@ def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
 @pytest.mark.system
 def test_torchvision_is_imported_only_when_a_preset_needs_it() -> None:
     code = (
-        "import sys; from raypipe.transform.presets import build_transform, check_transform\n"
-        "build_transform('heavy', 8), check_transform('augmix', 8)\n"
+        "import sys; from raypipe.transform.presets import build_transform\n"
+        "build_transform('heavy', 8)\n"
         "assert not {'torch', 'torchvision'} & set(sys.modules)\n"
         "build_transform('augmix', 8); assert 'torchvision' in sys.modules and 'ray' not in sys.modules"
     )

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from micro_batches import EncodedSample, each
 
 from raypipe.errors import ConfigError
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.samples import NO_LABEL, EncodedSample, Wanted, read_samples
+from raypipe.transform.samples import NO_LABEL, read_samples
 
 TARGETS = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
 
@@ -26,13 +27,14 @@ class Watched(MemoryStore):
 
 def test_padding_is_not_read_and_has_neither_image_nor_columns() -> None:
     store = Watched([b"a", b"b"], [3, 4], columns=TARGETS)
-    found = read_samples(store, np.array([-1, 1, -1]), Wanted(columns=("seg",)))
+    found = read_samples(store, np.array([-1, 1, -1]), ("image", "label", "seg"))
     nothing = EncodedSample(None, 0, {"seg": None})
-    assert [*found] == [nothing, EncodedSample(b"b", 4, {"seg": b"m1"}), nothing]
+    assert each(found) == [nothing, EncodedSample(b"b", 4, {"seg": b"m1"}), nothing]
     assert store.read_of == ([1], ("image", "label", "seg"))
-    assert [*read_samples(store, np.array([-1, -1]))] == [
-        EncodedSample(None, 0, {})
-    ] * 2
+    assert (
+        each(read_samples(store, np.array([-1, -1])))
+        == [EncodedSample(None, 0, {})] * 2
+    )
 
 
 def test_a_label_that_no_class_can_be_is_marked() -> None:
@@ -46,12 +48,8 @@ def test_a_label_that_no_class_can_be_is_marked() -> None:
         [7, None, 1 - 2**63, None],
         np.array([7, 2**64 - 1, 2**62, 2**63], np.uint64),
     ):
-        found = [
-            sample.label
-            for sample in read_samples(Labeled([b"a"] * 4, [0] * 4), np.arange(4))
-        ]
-        assert found[0] == 7 and found[1] == found[3] == NO_LABEL
-        assert found[2] == int(labels[2]) and {type(label) for label in found} == {int}
+        found = read_samples(Labeled([b"a"] * 4, [0] * 4), np.arange(4)).labels
+        assert found.tolist() == [7, NO_LABEL, int(labels[2]), NO_LABEL]
 
 
 @pytest.mark.parametrize(

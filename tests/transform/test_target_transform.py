@@ -10,7 +10,13 @@ import cv2
 import numpy as np
 import pytest
 from image_files import saved
-from micro_batches import MicroBatchTransform, run, transform_of
+from micro_batches import (
+    EncodedSample,
+    MicroBatchTransform,
+    run,
+    slow_one,
+    transform_of,
+)
 from PIL import Image, ImageOps
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -23,7 +29,6 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.transform.checks import check_transforms
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.presets import build_transform
-from raypipe.transform.samples import EncodedSample
 from raypipe.transform.targets import IGNORE, by_pipeline, marked, target_pipeline
 
 BOTH = {"mask": "seg", "boxes": "objects"}
@@ -67,7 +72,7 @@ def both(
 def one(
     transform: Any, sample: EncodedSample, key: Any, **options: Any
 ) -> dict[str, Any]:
-    return both(transform, **options).sample_maker.slow(sample, tuple(key))
+    return slow_one(both(transform, **options).sample_maker, sample, key)
 
 
 # Geometry
@@ -133,10 +138,10 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
     with_mask = both(made, {"mask": "seg"}).sample_maker
     with_boxes = both(made, {"boxes": "objects"}).sample_maker
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
-        expected = plain.slow(sample, tuple(key))["image"]
+        expected = slow_one(plain, sample, key)["image"]
         for transform in (with_both, with_mask, with_boxes):
             np.testing.assert_array_equal(
-                transform.slow(sample, tuple(key))["image"], expected
+                slow_one(transform, sample, key)["image"], expected
             )
 
 

@@ -98,11 +98,11 @@ def test_targets_move_as_by_a_call_by_hand(name: str) -> None:
         targets_of_sample = {name: given()[name] for name in keywords}
         made = transform.with_targets(IMAGE.copy(), targets_of_sample, (seed, 0))
         image, target = by_hand(pipeline, keywords, seed)
-        found = made.images["image"]
+        found = made["image"]
         assert np.array_equal(found, image.permute(1, 2, 0))
         if "mask" in keywords:
-            assert made.targets["mask"].dtype == np.uint8
-            assert np.array_equal(made.targets["mask"], target["masks"])
+            assert made["mask"].dtype == np.uint8
+            assert np.array_equal(made["mask"], target["masks"])
         if "bboxes" in keywords:
             boxes = target["boxes"]
             if isinstance(boxes, tv_tensors.BoundingBoxes):
@@ -111,16 +111,16 @@ def test_targets_move_as_by_a_call_by_hand(name: str) -> None:
                 )
             rows = torch.cat([boxes, target["labels"][:, None]], 1).numpy()
             is_kept = (rows[:, 2:4] - rows[:, :2] >= 0.999).all(1)
-            np.testing.assert_allclose(made.targets["bboxes"], rows[is_kept], atol=1e-4)
+            np.testing.assert_allclose(made["bboxes"], rows[is_kept], atol=1e-4)
         if "keypoints" in keywords:
             rows = np.column_stack([target["points"], POINTS[:, 2]])
-            assert np.array_equal(made.targets["keypoints"], rows)
+            assert np.array_equal(made["keypoints"], rows)
 
 
 def test_keypoints_outside_are_marked_and_none_may_vanish() -> None:
     crop = SampleTransform(v2.CenterCrop(20), targets=("keypoints",))
     points = {"keypoints": POINTS.copy()}
-    made = crop.with_targets(IMAGE.copy(), points, (0, 0)).targets["keypoints"]
+    made = crop.with_targets(IMAGE.copy(), points, (0, 0))["keypoints"]
     assert marked(made, (20, 20))[:, 2].tolist() == [OUTSIDE, OUTSIDE - 1]
 
     def fewer(image: Any, target: Any) -> Any:

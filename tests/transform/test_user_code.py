@@ -11,14 +11,13 @@ from typing import Any
 import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
-from micro_batches import run, transform_of
+from micro_batches import EncodedSample, run, slow_one, transform_of
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """
@@ -59,7 +58,7 @@ def module(path: Path, name: str = "mine") -> ModuleType:
 
 def failure(transform: Any) -> str:
     with pytest.raises(TransformError) as caught:
-        SampleMaker(transform, TransformConfig()).slow(IMAGE, (0, 0))
+        slow_one(SampleMaker(transform, TransformConfig()), IMAGE, (0, 0))
     return str(caught.value)
 
 
@@ -141,5 +140,5 @@ def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:
         raise SampleError("this one is no good")
 
     with pytest.raises(SampleError, match="no good") as caught:
-        SampleMaker(picky, TransformConfig()).slow(IMAGE, (0, 0))
+        slow_one(SampleMaker(picky, TransformConfig()), IMAGE, (0, 0))
     assert not isinstance(caught.value, TransformError)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from micro_batches import EncodedSample, slow_one
 from pictures import picture
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -18,10 +19,9 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.transform.decode import array as arrays
 from raypipe.transform.decode.rgb import decode
-from raypipe.transform.presets import build_transform, check_transform
+from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import EncodedSample
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import VIEW_PRESETS, view_key
 
@@ -53,9 +53,8 @@ PIPELINES: dict[str, Any] = {
 def views(
     transform: Any, key: tuple[int, int] = KEY, size: int = 16
 ) -> dict[str, np.ndarray]:
-    made = SampleMaker(transform, TransformConfig(size=size)).slow(
-        EncodedSample(picture(3)), key
-    )
+    maker = SampleMaker(transform, TransformConfig(size=size))
+    made = slow_one(maker, EncodedSample(picture(3)), key)
     assert made.pop("label") == 0
     return made
 
@@ -114,7 +113,7 @@ def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *args, **kw: calls.append(args) or decode(*args, **kw),
     )
     content = SampleMaker("dino", TransformConfig(), size=28)
-    content.slow(EncodedSample(picture(3)), KEY)
+    slow_one(content, EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
 
 
@@ -138,7 +137,7 @@ def test_presets_have_the_crops_of_their_papers() -> None:
     assert names[1] == [*names[0], "Solarize"] and names[0][-1] == "GaussianBlur"
     assert [each.steps[4].p for each in built["global"].transforms] == [1.0, 0.1]
     for preset in VIEW_PRESETS:
-        check_transform(preset, 64)
+        build_transform(preset, 64)
 
 
 def test_settings_say_the_same_in_yaml_and_in_python() -> None:
@@ -185,7 +184,7 @@ def test_settings_that_are_wrong_are_refused_before_anything_starts(
     transform: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_transform(transform, 16)
+        build_transform(transform, 16)
 
 
 def pair(image: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
@@ -235,9 +234,9 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
         views({"a": pair})
     sizes = iter([8, 9])
     content = SampleMaker({"a": lambda image: image[: next(sizes)]}, TransformConfig())
-    content.slow(EncodedSample(picture(3)), KEY)
+    slow_one(content, EncodedSample(picture(3)), KEY)
     with pytest.raises(
         ConfigError,
         match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is",
     ):
-        content.slow(EncodedSample(picture(3)), KEY)
+        slow_one(content, EncodedSample(picture(3)), KEY)

@@ -217,6 +217,10 @@ static inline void interpolate_at(const Surface *surface, int64_t x, int64_t y, 
         p01 = p00 + CHANNELS;
         p10 = p00 + image->stride;
         p11 = p10 + CHANNELS;
+    } else if (surface->border == BORDER_CONSTANT &&
+               (column < -1 || row < -1 || column >= image->width || row >= image->height)) {
+        memcpy(to, surface->color, CHANNELS);
+        return;
     } else {
         p00 = pixel_at(surface, column, row);
         p01 = pixel_at(surface, column + 1, row);
@@ -227,6 +231,53 @@ static inline void interpolate_at(const Surface *surface, int64_t x, int64_t y, 
     for (int c = 0; c < CHANNELS; c++)
         to[c] = (uint8_t)((p00[c] * w00 + p01[c] * w01 + p10[c] * w10 + p11[c] * w11 + (1 << 19)) >> 20);
 }
+
+/* Pixels of a row: x and y are those of its first, and grow by dx and dy from one to the next. */
+static void interpolate_row(const Surface *surface, uint64_t x, uint64_t y, uint64_t dx, uint64_t dy, int width,
+                            uint8_t *to)
+{
+    for (int column = 0; column < width; column++, to += CHANNELS) {
+        interpolate_at(surface, (int64_t)x, (int64_t)y, to);
+        x += dx;
+        y += dy;
+    }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+/* The same. Weights are products, so rows of the image are summed first, and then the two sums, without rounding.
+ * A load of 8 bytes has the two neighbors and the start of a third pixel, which is to be one of the row, too. */
+__attribute__((target("avx2"))) static void interpolate_row_avx2(const Surface *surface, uint64_t x, uint64_t y,
+                                                                 uint64_t dx, uint64_t dy, int width, uint8_t *to)
+{
+    const Image *image = surface->image;
+    const uint64_t num_columns = image->width > 2 ? (uint64_t)image->width - 2 : 0;
+    const uint64_t num_rows = image->height > 1 ? (uint64_t)image->height - 1 : 0;
+    /* a byte of a pixel beside the same one of its neighbor, as words */
+    const __m256i neighbors = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1));
+    const __m128i half = _mm_set1_epi32(1 << 19);
+    const __m128i lowest = _mm_setr_epi8(0, 4, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    for (int column = 0; column < width; column++, to += CHANNELS, x += dx, y += dy) {
+        const uint64_t from_column = (uint64_t)((int64_t)x >> 32), from_row = (uint64_t)((int64_t)y >> 32);
+        if (from_column >= num_columns || from_row >= num_rows) {
+            interpolate_at(surface, (int64_t)x, (int64_t)y, to);
+            continue;
+        }
+        const int fx = (int)(x >> 22 & 1023), fy = (int)(y >> 22 & 1023);
+        const uint8_t *upper = image->pixels + (int64_t)from_row * image->stride + (int64_t)from_column * CHANNELS;
+        const __m256i bytes =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)upper)),
+                                    _mm_loadl_epi64((const __m128i *)(upper + image->stride)), 1);
+        const __m256i sums = _mm256_madd_epi16(_mm256_shuffle_epi8(bytes, neighbors),
+                                               _mm256_set1_epi32(fx << 16 | (1024 - fx)));
+        const __m128i sum = _mm_add_epi32(_mm_mullo_epi32(_mm256_castsi256_si128(sums), _mm_set1_epi32(1024 - fy)),
+                                          _mm_mullo_epi32(_mm256_extracti128_si256(sums, 1), _mm_set1_epi32(fy)));
+        const __m128i rounded = _mm_srli_epi32(_mm_add_epi32(sum, half), 20);
+        const uint32_t pixel = (uint32_t)_mm_cvtsi128_si32(_mm_shuffle_epi8(rounded, lowest));
+        memcpy(to, &pixel, CHANNELS);
+    }
+}
+#endif
 
 /* a, b, c, d, e, f, interpolation, border, r, g, b. Sums wrap around, as NumPy's do. */
 static int affine(Image *image, const int64_t *params, Scratch *scratch)
@@ -239,20 +290,26 @@ static int affine(Image *image, const int64_t *params, Scratch *scratch)
     const int status = new_image(&result, image->height, image->width, scratch);
     if (status != DONE)
         return status;
+    void (*interpolate)(const Surface *, uint64_t, uint64_t, uint64_t, uint64_t, int, uint8_t *) = interpolate_row;
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (scratch->simd == SIMD_AVX2)
+        interpolate = interpolate_row_avx2;
+#endif
     for (int row = 0; row < result.height; row++) {
         uint8_t *to = result.pixels + row * result.stride;
         uint64_t x = (uint64_t)params[1] * (uint64_t)row + (uint64_t)params[2];
         uint64_t y = (uint64_t)params[4] * (uint64_t)row + (uint64_t)params[5];
+        const uint64_t dx = (uint64_t)params[0], dy = (uint64_t)params[3];
+        if (params[6] == 1) {
+            interpolate(&surface, x, y, dx, dy, result.width, to);
+            continue;
+        }
         for (int column = 0; column < result.width; column++, to += CHANNELS) {
-            if (params[6] == 1) {
-                interpolate_at(&surface, (int64_t)x, (int64_t)y, to);
-            } else {
-                const int64_t half = (int64_t)1 << 31;
-                const int64_t at_x = (int64_t)(x + (uint64_t)half) >> 32, at_y = (int64_t)(y + (uint64_t)half) >> 32;
-                memcpy(to, pixel_at(&surface, at_x, at_y), CHANNELS);
-            }
-            x += (uint64_t)params[0];
-            y += (uint64_t)params[3];
+            const int64_t half = (int64_t)1 << 31;
+            const int64_t at_x = (int64_t)(x + (uint64_t)half) >> 32, at_y = (int64_t)(y + (uint64_t)half) >> 32;
+            memcpy(to, pixel_at(&surface, at_x, at_y), CHANNELS);
+            x += dx;
+            y += dy;
         }
     }
     *image = result;

@@ -20,7 +20,7 @@ import pickle
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,35 +57,6 @@ Recipe = tuple[Maker, Size, float, Draws]
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
-class Content(NamedTuple):
-    """Common part of the keys of one split and one image size.
-
-    Attributes:
-        digest: hash over store, transform, settings and versions.
-        is_fixed: no step is random, so keys of samples decide nothing.
-        is_public: other streams can have the same content, since no code of the user's is part of it.
-    """
-
-    digest: bytes
-    is_fixed: bool
-    is_public: bool
-
-    def key(self, strength: float, indices: np.ndarray, keys: np.ndarray) -> bytes:
-        """Return the key of a micro-batch.
-
-        Args:
-            strength: see `transform.strength`.
-            indices: int64 (B,), its samples.
-            keys: uint64 (B, 2), of their transforms.
-        """
-        digest = hashlib.blake2b(self.digest, digest_size=_KEY_BYTES)
-        digest.update(f"{strength!r} {len(indices)} ".encode())
-        digest.update(np.ascontiguousarray(indices).data)
-        if not self.is_fixed:
-            digest.update(np.ascontiguousarray(keys).data)
-        return digest.digest()
-
-
 class Contents:
     """Contents of a stream, as one of its processes makes them.
 
@@ -104,22 +75,24 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._contents: dict[tuple[Split, Maker], Content] = {}
+        self._digests: dict[tuple[Split, Maker], bytes] = {}
 
-    def of_split(self, split: Split) -> Content:
-        """Return the content of a split's first micro-batches."""
-        ((code, size, _, _),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
-        return self._of(split, code, size)
+    def is_fixed(self, split: Split) -> bool:
+        """Return whether no step of a split is random, so that keys of samples decide nothing."""
+        return _is_fixed(self._spec, self._first(split)[0])
+
+    def is_public(self, split: Split) -> bool:
+        """Return whether other streams can have the same content, since no code of the user's is part of it."""
+        return _is_public(self._spec, split, self._first(split)[0])
 
     def of_training(self) -> str:
         """Return a hash of all that a training makes: streams of one hash are alike. "" = like no other."""
-        training = self.of_split("train")
-        config = self._spec.plan.config
-        if not training.is_public:
+        if not self.is_public("train"):
             return ""
+        config = self._spec.plan.config
         rank, world_size = self._spec.share
         share = f"{rank}-{world_size}"
-        digest = training.digest.hex()
+        digest = self._of("train", *self._first("train")[:2]).hex()
         return f"{digest}-{config.seed}-{config.micro_batch_size}-{share}"
 
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
@@ -127,39 +100,57 @@ class Contents:
         split = block[0].split
         keys = []
         for code, size, strength, draws in self._recipes(block):
-            content = self._of(split, code, size)
-            of_samples = self._spec.plan.sample_keys(split, draws)
-            keys.append(content.key(strength, draws.indices, of_samples))
+            digest = hashlib.blake2b(
+                self._of(split, code, size), digest_size=_KEY_BYTES
+            )
+            digest.update(f"{strength!r} {len(draws.indices)} ".encode())
+            digest.update(np.ascontiguousarray(draws.indices).data)
+            if not _is_fixed(self._spec, code):
+                of_samples = self._spec.plan.sample_keys(split, draws)
+                digest.update(np.ascontiguousarray(of_samples).data)
+            keys.append(digest.digest())
         return keys
 
-    def _of(self, split: Split, code: Maker, size: Size) -> Content:
+    def _first(self, split: Split) -> Recipe:
+        """The recipe of a split's first micro-batch."""
+        (recipe,) = self._recipes([MicroBatchId(split, 0, 0, 0)])
+        return recipe
+
+    def _of(self, split: Split, code: Maker, size: Size) -> bytes:
+        """The hash over store, transform, settings and versions of the keys of one split and size."""
         pair = (split, code)
-        if pair not in self._contents:
-            self._contents[pair] = _content_of(
+        if pair not in self._digests:
+            self._digests[pair] = _digest_of(
                 self._spec, split, code, size, self._stream
             )
-        return self._contents[pair]
+        return self._digests[pair]
 
 
-def _content_of(
-    spec: StreamSpec, split: Split, code: Maker, size: Size, stream: str
-) -> Content:
+def _is_fixed(spec: StreamSpec, code: Maker) -> bool:
+    every = [transform for _, transform in code.transforms]
+    # without a transform, a Dataset makes the items
+    has_function = spec.columns.function is not None
+    return bool(every) and not has_function and all(one.is_fixed for one in every)
+
+
+def _is_public(spec: StreamSpec, split: Split, code: Maker) -> bool:
     code.weaken(1.0)  # the key of a micro-batch has its strength
-    transforms = code.transforms
-    steps = [(field, _described(transform)) for field, transform in transforms]
-    store = spec.store_facts.get(split)
-    is_public = (
-        store is not None
-        and not code.has_user_code
-        and all(description is not None for _, description in steps)
-    )
-    every = [transform for _, transform in transforms]
-    is_exact = all(not transform.has_rest for transform in every)
+    descriptions = [_described(transform) for _, transform in code.transforms]
+    has_facts = spec.store_facts.get(split) is not None
+    return has_facts and not code.has_user_code and None not in descriptions
+
+
+def _digest_of(
+    spec: StreamSpec, split: Split, code: Maker, size: Size, stream: str
+) -> bytes:
+    is_public = _is_public(spec, split, code)
+    steps = [(field, _described(transform)) for field, transform in code.transforms]
+    is_exact = all(not transform.has_rest for _, transform in code.transforms)
     settings = dataclasses.asdict(spec.transform)
     columns = dataclasses.replace(spec.columns, function=None)
     facts = [
         split,
-        store,
+        spec.store_facts.get(split),
         steps,
         size,
         {name: settings[name] for name in settings if name not in _ELSEWHERE},
@@ -169,13 +160,8 @@ def _content_of(
         "" if is_exact and is_public else processor(),
         "" if is_public else stream,
     ]
-    digest = hashlib.blake2b(
-        json.dumps(facts, default=_plain).encode(), digest_size=_KEY_BYTES
-    )
-    has_function = spec.columns.function is not None
-    # without a transform, a Dataset makes the items
-    is_fixed = bool(every) and not has_function and all(map(_is_fixed, every))
-    return Content(digest.digest(), is_fixed, is_public)
+    content = json.dumps(facts, default=_plain).encode()
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
 
 
 def _described(transform: SampleTransform) -> str | None:
@@ -203,17 +189,6 @@ def _described(transform: SampleTransform) -> str | None:
         return json.dumps(parts, default=_plain)
     except Exception:  # a library raises any type for parts that it cannot describe
         return None
-
-
-def _is_fixed(transform: SampleTransform) -> bool:
-    """Return whether no step draws a random number."""
-    if transform.kind == "none":
-        return transform.transform is None
-    if transform.program is None or transform.has_rest:
-        return False
-    return all(
-        step.p >= 1 and step.num_uniforms == 0 for step in transform.program.steps
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import ray
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.cluster_state import object_store_of
 from raypipe.storage.retries import report_progress
+from raypipe.stores.base import Columns
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.memory.content import Contents, Recipes
 from raypipe.streaming.memory.made_folder import Folder, memory_bytes, open_folder
@@ -19,7 +20,6 @@ from raypipe.streaming.memory.stored import Finished
 from raypipe.streaming.memory.streams import Streams
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import Samples
 
 Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
 """Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
@@ -75,9 +75,7 @@ class Recall:
     def block(
         self,
         block: Sequence[MicroBatchId],
-        reads: Sequence[Samples] | None = None,
-        read_s: float = 0.0,
-        outage_s: float = 0.0,
+        given: Columns | None = None,
     ) -> Made:
         """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
         keys = self._contents.keys(block)
@@ -91,8 +89,12 @@ class Recall:
                     continue
                 one = _repeated(finished.get(keys.index(keys[number])), position)
                 if one is None:
-                    given = reads[number : number + 1] if reads else None
-                    one = self._one(position, keys[number], given, is_late)
+                    samples = None
+                    if given is not None:
+                        size = len(given.labels) // len(block)
+                        first = number * size
+                        samples = given.rows(slice(first, first + size))
+                    one = self._one(position, keys[number], samples, is_late)
                 if one is not None:
                     finished[number] = one
                     is_late = False
@@ -102,9 +104,9 @@ class Recall:
                 report_progress()  # a time limit is not one of others' work
                 time.sleep(_LOOK_S)
         batches = [finished[number][0] for number in range(len(block))]
-        if reads:
-            read_s /= len(block)
-            outage_s /= len(block)
+        if given is not None:
+            read_s = given.read_s / len(block)
+            outage_s = given.outage_s / len(block)
             batches = [
                 replace(batch, read_s=read_s, outage_s=outage_s) for batch in batches
             ]
@@ -115,7 +117,7 @@ class Recall:
         self,
         position: MicroBatchId,
         key: bytes,
-        given: Sequence[Samples] | None,
+        given: Columns | None,
         is_late: bool,
     ) -> Finished | None:
         """Find or make a micro-batch; None = another process makes it.
@@ -140,7 +142,7 @@ class Recall:
         return self._folder.get(key, position, lasts, self._taken_by)
 
     def _new(
-        self, position: MicroBatchId, key: bytes, given: Sequence[Samples] | None
+        self, position: MicroBatchId, key: bytes, given: Columns | None
     ) -> Finished:
         """Make a micro-batch, and keep it.
 
@@ -188,13 +190,9 @@ def recall_of(
     contents = Contents(spec, recipes, stream)
     splits = _coming_back(spec, contents, least=2 if ends_with_run else 1)
     if not ends_with_run:
-        splits = frozenset(
-            split for split in splits if contents.of_split(split).is_public
-        )
+        splits = frozenset(split for split in splits if contents.is_public(split))
     # repeats without a random step
-    has_repeats = (
-        spec.plan.config.aug_repeats > 1 and contents.of_split("train").is_fixed
-    )
+    has_repeats = spec.plan.config.aug_repeats > 1 and contents.is_fixed("train")
     streams = streams_of(contents, folder, stream)
     if not (splits or has_repeats or streams):
         return None
@@ -239,7 +237,7 @@ def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[
         is_ordered
         and plan.config.epochs >= least
         and spec.transform.strength_at(0.0) == spec.transform.strength_at(1.0)
-        and contents.of_split("train").is_fixed
+        and contents.is_fixed("train")
     ):
         splits.add("train")
     return frozenset(splits)

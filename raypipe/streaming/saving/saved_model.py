@@ -26,7 +26,7 @@ from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import IMAGE, Field, Ragged
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import of_images
 
 _ANY_KEY = (0, 0)  # a validation's transform draws nothing
 
@@ -108,7 +108,7 @@ class SavedModel:
             SampleError: the image cannot be decoded.
             ConfigError: the validations' transform was an object, or is code that nobody has trusted.
         """
-        fields = self._sample_maker.slow(EncodedSample(image), _ANY_KEY)
+        fields = self._sample_maker.slow(of_images([image]), 0, _ANY_KEY)
         if IMAGE in fields:
             channels_first = (
                 torch.from_numpy(fields[IMAGE]).permute(2, 0, 1).contiguous()

@@ -375,7 +375,7 @@ def place_is_at_hand(spec: StreamSpec, position: MicroBatchId) -> bool:
     store = spec.stores[position.split]
     indices = spec.plan.indices(position)
     try:
-        return is_at_hand(store, indices[indices != PADDING], spec.wanted.names)
+        return is_at_hand(store, indices[indices != PADDING], spec.names)
     except RaypipeError:
         # the pool says what is wrong with it
         return False

@@ -14,6 +14,7 @@ import ray
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
+from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.lifetime import close_from_any_thread
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.row import host_batches
@@ -50,7 +51,7 @@ class PooledStream(Iterator[MicroBatch]):
     Attributes:
         supervisor: see above.
         on_end: functions to call at the end of the stream.
-        has_begun: whether the pool has an actor, or nothing to make.
+        has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PooledStream(Iterator[MicroBatch]):
         self._cleaning = threading.Lock()
         self._thread: threading.Thread | None = None
         self._memory: RankMemory | None = None
+        self._watchdog: SupervisorWatchdog | None = None
         self._batches = self._each()
         self._reader = 0  # thread that asked for the last one
 
@@ -104,6 +106,15 @@ class PooledStream(Iterator[MicroBatch]):
             self._memory = RankMemory(self._spec, stream_name(self.supervisor))
             self.on_end.append(self._memory.close)
         return self._memory
+
+    def watch_supervisor(self, waited_s: Callable[[], float]) -> None:
+        """Watch the Supervisor, and so show it that this rank lives, until the stream ends.
+
+        Args:
+            waited_s: see `SupervisorWatchdog`.
+        """
+        self._watchdog = SupervisorWatchdog(self.supervisor, self._rank, waited_s)
+        self._watchdog.start()
 
     def start(self) -> None:
         """Start the pool: with a head start in a thread, whose error comes with the first batch of the pool."""
@@ -171,6 +182,8 @@ class PooledStream(Iterator[MicroBatch]):
             self._is_cleaned = True
         for batches in (self._batches, self._from_pool):
             close_from_any_thread(batches, self._reader, self._stop_execution)
+        if self._watchdog:
+            self._watchdog.stop()
         if self.supervisor is not None:
             end_actors(self.supervisor, self._iterators, self._rank, self._world_size)
         for call in self.on_end:

@@ -68,7 +68,10 @@ def ask_for_room(
     def keeps_room() -> bool:
         if not has_room():
             return False
-        time.sleep(_LATE_S)
+        until = time.monotonic() + _LATE_S
+        while time.monotonic() < until:
+            check()
+            time.sleep(0.1)
         return has_room()
 
     def may_give() -> bool:

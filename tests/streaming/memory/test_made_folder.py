@@ -17,7 +17,6 @@ from micro_batches import plain
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.local_file import private_folder
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.memory import made_folder as module
 from raypipe.streaming.memory.made_folder import Folder, memory_bytes, open_folder
@@ -101,24 +100,6 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
     assert same(folder.get(KEYS[0], PLACE, lasts=True), finished())
 
 
-def test_what_is_left_for_a_rank_outlives_what_is_forgotten(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    small = finished()
-    with_bad = finished(num_bad=1, side=512)
-    for key, made in zip(KEYS, [large(), small, with_bad], strict=False):
-        folder.put(key, made, lasts=True)
-    left = folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    assert left is not None and not left[0].fields
-    assert left[0].folder_bytes >= 2 * 512 * 512 * 3
-    assert np.array_equal(left[0].index, [4, -1])
-    for key, made in ((KEYS[1], small), (KEYS[2], with_bad)):
-        assert same(folder.get(key, PLACE, lasts=True, stream="s"), made)
-    folder.remove(KEYS[0])
-    assert folder.take("another", PLACE) is None
-    assert same(folder.take("s", PLACE), large())
-    assert folder.take("s", PLACE) is None and keys_in(folder) == KEYS[1:3]
-
-
 def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.put(KEYS[0], large(), lasts=True)
@@ -139,26 +120,6 @@ def test_what_passes_by_goes_before_a_validation(tmp_path: Path) -> None:
     assert KEYS[0] in keys_in(folder)
 
 
-def test_files_that_others_are_writing_count(tmp_path: Path) -> None:
-    Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
-    one = (tmp_path / KEYS[0].hex()).stat().st_size
-    others = tmp_path / f".{KEYS[1].hex()}.0123"
-    others.touch()
-    os.truncate(others, one)
-    (tmp_path / ".room").write_text("unknown")
-    folder = Folder(tmp_path, 3 * one)
-    folder.put(KEYS[2], finished(), lasts=True)
-    assert keys_in(folder) == [KEYS[0], KEYS[2]]
-    # the limit is reached: one of three may stay
-    folder.put(KEYS[3], finished(), lasts=True)
-    assert keys_in(folder) == [KEYS[3]] and others.exists()
-    os.truncate(others, 3 * one)
-    (tmp_path / ".room").write_text("unknown")
-    folder.put(KEYS[4], finished(), lasts=True)
-    assert not keys_in(folder)
-    assert {path.name for path in tmp_path.iterdir()} == {others.name, ".room"}
-
-
 def test_a_disk_that_fails_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,18 +132,6 @@ def test_a_disk_that_fails_is_left_alone(
         folder.put(KEYS[0], finished(), lasts=True)
     folder.put(KEYS[0], finished(), lasts=True)
     assert not keys_in(folder)
-
-
-def test_a_folder_that_is_removed_comes_back(tmp_path: Path) -> None:
-    folder = Folder(private_folder(tmp_path, "made"))
-    folder.put(KEYS[0], large(), lasts=True)
-    folder.get(KEYS[0], PLACE, lasts=True, stream="s")
-    shutil.rmtree(folder.path)
-    assert not keys_in(folder) and folder.take("s", PLACE) is None
-    with folder.claim(KEYS[0]) as is_free:
-        assert is_free
-        folder.put(KEYS[0], large(), lasts=True)
-    assert keys_in(folder) == KEYS[:1]
 
 
 def hold(path: Path, connection: Connection) -> None:

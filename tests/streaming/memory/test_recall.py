@@ -18,7 +18,6 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory import recall as module
-from raypipe.streaming.memory.made_folder import Folder
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.memory.recall import Made, recall_of
 from raypipe.streaming.opening import open_stream
@@ -156,32 +155,6 @@ def test_samples_that_a_reader_has_read_stay_with_their_micro_batches(
     batches, _, _ = stream.recall.block(block, reads(block), 6.0)
     assert [batch_hash(batch) for batch in batches] == expected(spec, block)[0]
     assert [round(batch.read_s, 9) for batch in batches] == [1.0] * 6
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_what_another_makes_is_waited_for_or_made_in_the_end(
-    tmp_path: Path, comes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not comes:
-        monkeypatch.setattr(module, "_WAIT_S", 0.01)
-    spec = spec_of(tmp_path)
-    block = block_of("train")
-    stream = Stream(spec)
-    another = Stream(spec, "another")
-    folder = Folder(tmp_path / "remembered")
-    (key,) = stream.recall._contents.keys([block[1]])
-    with folder.claim(key) as is_free:
-        assert is_free
-        reader = threading.Thread(target=lambda: found.append(stream.read(block)))
-        found = list[Any]()
-        reader.start()
-        if comes:
-            while stream.made.total() < 4:
-                pass
-            batches, bad, _ = another.maker.block([block[1]])
-            folder.put(key, (batches[0], bad), lasts=False)
-        reader.join(100)
-    assert found == [(expected(spec, block)[0], int(comes), [])]
 
 
 def test_training_is_looked_for_only_while_others_make_the_same(tmp_path: Path) -> None:

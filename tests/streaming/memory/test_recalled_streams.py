@@ -94,7 +94,7 @@ class Stream:
 
 
 # micro-batches of 14 KB are copied, those of 301 KB are left for the rank
-@pytest.mark.parametrize(("size", "remember"), [(24, ""), (112, ""), (112, "memory")])
+@pytest.mark.parametrize(("size", "remember"), [(24, ""), (112, "memory")])
 def test_a_validation_is_made_once(
     stores: dict[str, Path], tmp_path: Path, size: int, remember: str
 ) -> None:

@@ -25,6 +25,7 @@ from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.row import block_row
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.start.pool_start import PooledStream
 from raypipe.streaming.supervisor import Supervisor
 
@@ -128,6 +129,26 @@ def test_ranks_and_pool_make_the_stream_of_one_process_from_any_place(
             until(lambda one=ranks[rank]: one.has_begun)
         for batches in opened:
             batches.close()
+
+
+def test_ranks_call_the_supervisor_from_before_their_head_start_on(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Handle()
+    calling = list[list[str]]()
+
+    def begins(head: HeadStart) -> None:
+        calling.append(handle._supervisor._watch.state()[1])
+        begin(head)
+
+    begin = HeadStart.start
+    monkeypatch.setattr(HeadStart, "start", begins)
+    monkeypatch.setattr(ray_stream, "start_supervisor", lambda *_: handle)
+    spec = stream(stores, 1)
+    for one in streams_of(spec, 2):
+        one.open(next(spec.plan.micro_batches(spec.plan.start()))).close()
+    assert calling == [["rank 0"], ["rank 0", "rank 1"]]
+    assert not [one for one in threading.enumerate() if "watchdog" in one.name]
 
 
 def fails(*_: Any, **options: Any) -> Any:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from raypipe.commands.bench import (
-    ceiling,
     compared,
     costs,
     cpus_needed,
@@ -20,7 +17,6 @@ from raypipe.commands.bench import (
 )
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 
 from pictures import samples  # isort: skip
@@ -40,14 +36,6 @@ def measured(ceiling_per_s: float, **stream: float) -> dict[str, float]:
     """Ceilings that drift around a mean."""
     before, after = (CEILING | {"images_per_s": ceiling_per_s * x} for x in (0.9, 1.1))
     return compared(before, STREAM | stream, after)
-
-
-def test_repeats_are_summed_up_by_their_medians() -> None:
-    outlier, other = (
-        measured(1000.0, first_batch_s=seconds) for seconds in (500.0, 7.0)
-    )
-    assert summary([ONE, outlier, ONE])["first_batch_s"] == 5.0
-    assert summary([ONE, other])["first_batch_s"] == 6.0
 
 
 def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> None:
@@ -146,21 +134,3 @@ def test_a_million_images_have_core_hours_gigabytes_and_a_price(
         "20,000 images/s need 26 such CPUs, 15% to spare, which read 17.6 Gbit/s from the store and send 16.0"
         in out
     )
-
-
-@pytest.mark.cluster
-def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
-    ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "RAY_ADDRESS", "of the cluster that this process is connected to"
-    )
-    config, pool = TransformConfig(train="center", size=16), PoolConfig(max_actors=2)
-    found = ceiling(
-        open_store(stores["train"]), config, pool, micro_batch=32, seconds=0.5
-    )
-    assert found["images_per_s"] > 0 and found["read_cpu_s_per_image"] > 0
-    assert found["transform_cpu_s_per_image"] > 0
-    assert found["encoded_bytes_per_image"] == pytest.approx(
-        np.mean([len(s["image"]) for s in samples(100)])
-    )  # type: ignore[arg-type]

@@ -195,8 +195,6 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
                 (tile.image[:, :, 0] > 100) == (tile.targets["mask"] == 1)
             ).mean() > 0.95
             assert tile.targets["boxes"][:, 4].tolist() == [3, -1]
-    with pytest.raises(ConfigError, match="the preset light moves or erases"):
-        made(scenes(), FLIP, settings)
 
 
 # The command
@@ -290,10 +288,6 @@ def test_captions_show_columns_and_targets_of_any_numbers(
         and row[1].lines[-1] == f"caption picture {index}"
     )
     assert row[2].lines == ("not mixed", f"target {np.array2string(labels[index])}")
-    mixing = AugmentConfig(mixup_alpha=1.0)
-    if labels.ndim == 2:
-        with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets"):
-            Preview(StepMaker(spec, mixing))
 
 
 # Views

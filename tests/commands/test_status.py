@@ -19,22 +19,18 @@ from raypipe.storage.lease import lease
 from raypipe.streaming.run_log import RunLog
 
 WROTE: dict[str, Any] = {
-    **{
-        "time": 100.0,
-        "every_s": 5.0,
-        "host": "a",
-        "pid": 7,
-        "workers": 2,
-        "step": 40,
-        "step_at": 60.0,
-    },
-    **{
-        "begun": 50.0,
-        "to_step": 90,
-        "waits_for": "the checkpoint",
-        "whom": "storage",
-        "since": 70.0,
-    },
+    "time": 100.0,
+    "every_s": 5.0,
+    "host": "a",
+    "pid": 7,
+    "workers": 2,
+    "step": 40,
+    "step_at": 60.0,
+    "begun": 50.0,
+    "to_step": 90,
+    "waits_for": "the checkpoint",
+    "whom": "storage",
+    "since": 70.0,
 }
 
 

@@ -196,32 +196,6 @@ def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(
     until(lambda: num_threads() == 0)
 
 
-class Array(np.ndarray):
-    """As the arrays of an item in Ray's object store, which hold up what comes after them."""
-
-
-def test_an_item_is_let_go_while_the_next_is_awaited() -> None:
-    seen = []
-    go_on = threading.Event()
-
-    def source() -> Iterator[Arrays]:
-        array = np.zeros(3).view(Array)
-        seen.append(weakref.ref(array))
-        yield (array,)
-        del array
-        go_on.wait()
-
-    def let_go() -> None:
-        until(lambda: seen[0]() is None)
-        go_on.set()
-
-    iterator = iter(ring_of(source()))
-    item, _ = next(iterator)
-    del item, _
-    threading.Thread(target=let_go, daemon=True).start()
-    assert next(iterator, None) is None
-
-
 @pytest.mark.parametrize("depth", [0, -1])
 def test_the_depth_is_at_least_one(depth: int) -> None:
     with pytest.raises(ConfigError, match=f"depth is {depth}"):

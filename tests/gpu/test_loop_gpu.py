@@ -114,7 +114,6 @@ def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
         8,
         9,
     )
-    print(list(zip(losses(resumed), losses(unbroken), strict=True)))
     assert losses(resumed) == pytest.approx(losses(unbroken), rel=0.02)
 
 

@@ -353,8 +353,15 @@ HONEST |= {
 }
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["", "lines lost"])
-@pytest.mark.parametrize("kind", HONEST)
+# Each kind is of the default tier, with lines that are lost or without.
+KINDS = [
+    pytest.param(kind, lost, marks=[pytest.mark.system] * (number % 2 != lost))
+    for number, kind in enumerate(HONEST)
+    for lost in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("kind", "lost"), KINDS)
 def test_an_honest_run_has_no_findings(
     kind: str, lost: int, folder: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections import defaultdict
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import without_ray
-from tiers import in_system
+from logged_runs import logging_loader
 
 import raypipe
 from raypipe.commands.cli import main
@@ -24,9 +23,6 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import History, index_of
 from raypipe.history.recorded import open_run
-from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader
 
 from pictures import picture  # isort: skip
 
@@ -97,14 +93,8 @@ def trained(spec: Any, run_dir: Path, world_size: int) -> Seen:
     killed_at = spec.plan.steps_per_epoch + 2
     for begin, end in ((0, killed_at), (2, 1 << 20)):
         for rank in range(world_size):
-            opened = functools.partial(
-                inline_batches, spec, rank=rank, world_size=world_size
-            )
             cursor = spec.plan.cursor_at(begin)
-            records = open_filesystem(run_dir.as_uri())
-            with Loader(
-                spec, opened, rank, world_size, cursor=cursor, folder=records
-            ) as loader:
+            with logging_loader(spec, run_dir, rank, world_size, cursor) as loader:
                 for batch in until(loader, end):
                     by_place[batch.position] = batch.index.tolist()
     for at, indices in by_place.items():
@@ -121,8 +111,16 @@ def until(loader: Any, step: int) -> Iterator[Any]:
             return
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", in_system(KINDS, "windows"))
+# Each kind but the slowest is of the default tier, with one rank or two.
+RANKS = [
+    pytest.param(kind, ranks, marks=[pytest.mark.system] * is_slow)
+    for number, kind in enumerate(KINDS)
+    for ranks in (1, 2)
+    for is_slow in [kind == "windows" or number % 2 == ranks % 2]
+]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), RANKS)
 def test_samples_are_found_where_a_killed_runs_loop_saw_them(
     kind: str, world_size: int, folder: Path, tmp_path: Path
 ) -> None:

@@ -61,12 +61,12 @@ def used(run: Path) -> list[str]:
     folder = str(run)
     output = str(run.parent / "rows.jsonl")
     commands: list[Callable[[], Any]] = [
-        lambda: replay_steps(folder, step="1..6", output=output),
+        lambda: replay_steps(folder, step="1..2", output=output),
         lambda: replay_steps(folder, step="2", output=str(run.parent / "step.png")),
         lambda: when(folder, "3"),
         lambda: when(folder, bad=True),
         lambda: print_when(when(folder, flagged=True)),
-        lambda: audit(folder, all=True),
+        lambda: audit(folder, samples=2),
     ]
     errors = []
     for command in commands:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -143,12 +142,3 @@ def test_what_is_no_bucket_is_refused(buckets: Any) -> None:
         match=r"plan\.buckets.* must be (different sizes HEIGHTxWIDTH|a string|sizes, or {train)",
     ):
         PlanConfig(buckets=buckets)
-
-
-def test_a_plan_without_draws_has_the_same_schedule_and_little_weight() -> None:
-    plan = plan_of(varied(3000))
-    light = plan.without_draws()
-    assert list(light.micro_batches(light.start())) == list(
-        plan.micro_batches(plan.start())
-    )
-    assert len(pickle.dumps(light)) < 3000 < 6000 < len(pickle.dumps(plan))

@@ -18,15 +18,6 @@ weight_lists = st.lists(
 ).filter(any)
 
 
-@given(weight_lists)
-def test_shares_add_up_to_one_in_proportion(weights: list[float]) -> None:
-    shares = as_shares(weights)
-    assert sum(shares) == ONE
-    total = sum(map(Fraction, weights))
-    for share, weight in zip(shares, weights, strict=True):
-        assert abs(share - Fraction(weight) / total * ONE) < 1
-
-
 @given(
     weight_lists, st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 10**12)
 )

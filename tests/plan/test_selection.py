@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.plan.selection import JoinedSelection, Selection
+from raypipe.plan.selection import Selection
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
@@ -34,14 +34,6 @@ def test_a_selection_may_leave_out_a_sample_beyond_32_bits() -> None:
         (1 << 33) + 1,
     ]
     assert kept.numbers(np.array([(1 << 33) + 1])).tolist() == [(1 << 33) - 1]
-
-
-def test_selections_of_several_stores_are_numbered_through() -> None:
-    parts = [Selection([1], 3), Selection([], 2), Selection([4], 5, includes=True)]
-    joined = JoinedSelection(parts, np.array([0, 3, 5, 10]))
-    assert (joined.size, joined.num_left_out, joined.num_samples) == (5, 5, 10)
-    assert joined.indices(np.arange(5)).tolist() == [0, 2, 3, 4, 9]
-    assert joined.indices(np.array([4, 0])).tolist() == [9, 0]
 
 
 def test_signatures_tell_selections_apart() -> None:

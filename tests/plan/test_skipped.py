@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.plan.skipped import Skipped
-from raypipe.streaming.loop_progress import Progress
 
 STEPS = 6  # of each of three epochs, with two micro-batches of 4
 
@@ -111,37 +106,6 @@ def test_all_other_steps_keep_their_places_and_draws(skip: str, val: int) -> Non
         rest = [at for at in expected if at.epoch * STEPS + STEPS > done]
         rest = [at for at in rest if at.split == "val" or number(at) > done]
         assert places(plan, plan.cursor_at(done)) == rest
-
-
-@pytest.mark.parametrize("val", [0, 5])
-def test_a_loop_resumes_anywhere_with_what_it_would_have_taken_next(val: int) -> None:
-    plan = plan_of("1..2", "5..8", "18", val=val)
-    expected = places(plan)
-    progress = Progress(plan, plan.start())
-    num_taken = 0
-    while progress.next_epoch():
-        for segment in list(progress.segments.values()):
-            num = segment.num_delivered * 2
-            for turn in range(num):
-                step, micro = divmod(turn, 2)
-                at = MicroBatchId(
-                    segment.split, segment.epoch, segment.step_of(step), micro
-                )
-                assert at == expected[num_taken]
-                num_taken += 1
-                is_val = segment.split == "val"
-                ends_split = plan.ends_split(at) and micro == 1
-                assert ends_split == (turn + 1 == num)
-                batch = SimpleNamespace(
-                    position=at, ends_step=micro == 1, ends_split=ends_split
-                )
-                progress.take(cast(Batch, batch), is_val)
-                if micro == 1 and not (is_val and turn + 1 < num):
-                    place = progress.place(is_in_loop=True)
-                    assert places(plan, place) == expected[num_taken:]
-        progress.leave_epoch()
-    assert num_taken == len(expected)
-    assert plan.global_step(progress.cursor) == 3 * STEPS
 
 
 # The fingerprint

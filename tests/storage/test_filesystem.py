@@ -5,6 +5,7 @@ import pickle
 import re
 import threading
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -416,30 +417,32 @@ class _Answers(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture
+def web() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("path", "found"),
     [("200", b"content"), ("stream/200", b"content"), ("404", None), ("403", None)],
 )
-def test_a_web_server_says_what_exists(path: str, found: bytes | None) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/{path}"
-        assert read_files([address]) == [found]
-        server.shutdown()
+def test_a_web_server_says_what_exists(
+    path: str, found: bytes | None, web: ThreadingHTTPServer
+) -> None:
+    assert read_files([f"http://127.0.0.1:{web.server_port}/{path}"]) == [found]
 
 
 @pytest.mark.parametrize("path", ["500", "429", "200"])
 def test_a_web_server_that_fails_is_an_outage(
-    path: str, monkeypatch: pytest.MonkeyPatch
+    path: str, web: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        address = f"http://127.0.0.1:{server.server_port}/{path}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        if path == "200":  # nobody answers any more
-            server.shutdown()
-            server.server_close()
-        with pytest.raises(OutageError, match=rf"^{address} was unavailable"):
-            read_files([address])
-        server.shutdown()
+    address = f"http://127.0.0.1:{web.server_port}/{path}"
+    if path == "200":  # nobody answers any more
+        web.shutdown()
+        web.server_close()
+    with pytest.raises(OutageError, match=rf"^{address} was unavailable"):
+        read_files([address])

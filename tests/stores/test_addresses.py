@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import StoreError
-from raypipe.stores.addresses import PART_OF, list_files
+from raypipe.stores.addresses import list_files
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -48,22 +48,6 @@ def test_nothing_is_an_error_that_names_the_address(tmp_path: Path) -> None:
 
 
 # Splits
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("train-00000-of-00002.parquet", "train"),
-        ("train-00000-of-00002-0123456789abcdef.parquet", "train"),
-        ("train-00000-of-01024", "train"),
-        ("my_set-train.tar-00000-of-00100", "my_set-train.tar"),
-        ("train-00000-of-00002x", None),
-        ("train-0-of-2.parquet", None),
-    ],
-)
-def test_parts_of_a_split(name: str, split: str | None) -> None:
-    match = PART_OF.match(name)
-    assert (match and match["split"]) == split
 
 
 @pytest.mark.parametrize(

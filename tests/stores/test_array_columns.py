@@ -80,8 +80,6 @@ def test_a_null_is_none_and_the_others_keep_their_type(tmp_path: Path) -> None:
         and found["pair"][0].tolist() == [4, 5]
     )
     assert matching(store, "num < 4").tolist() == [True, False, True, False]
-    whole = store.read(np.array([3, 0]), ("num",))["num"]
-    assert whole.dtype == np.int32 and whole.tolist() == [4, 1]
 
 
 def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_each_kind_of_store_and_source_has_a_bomb() -> None:
     assert BOMBS.keys() == (STORES.keys() | SOURCES.keys()) - OWN_CODE
 
 
+@pytest.mark.system
 def test_a_bomb_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
     kind_of = {}
     for number, (kind, make) in enumerate(BOMBS.items()):

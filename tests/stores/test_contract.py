@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_folders, write_lsun, write_values
 from rewritten import rewrite
-from tars import by_suffix, write_members
+from tars import write_tar
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.storage import retries
@@ -132,20 +132,15 @@ def make_table(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder / "data.csv")
 
 
-def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
-    pairs = zip(images[start:end], LABELS[start:end], strict=True)
-    samples = ({"png": image, "cls": b"%d" % label} for image, label in pairs)
-    write_members(path, by_suffix(samples, start))
-
-
 def make_webdataset(folder: Path, images: list[bytes]) -> Store:
-    _write_webdataset(folder / "data.tar", 0, 10, images)
+    write_tar(folder / "data.tar", [*zip(images, LABELS, strict=True)])
     return open_store(folder / "data.tar")
 
 
 def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
     for number, (start, end) in enumerate([(0, 4), (4, 5), (5, 10)]):
-        _write_webdataset(folder / f"{number:05d}.tar", start, end, images)
+        pairs = [*zip(images[start:end], LABELS[start:end], strict=True)]
+        write_tar(folder / f"{number:05d}.tar", pairs, start)
     return open_store(folder)
 
 

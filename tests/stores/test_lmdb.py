@@ -124,19 +124,6 @@ def test_empty_shards(tmp_path: Path) -> None:
     assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
 
 
-def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=3)
-    old = LMDBStore(path)
-    assert len(old) == 3
-    write(tmp_path / "b.lmdb", num_samples=5)
-    (tmp_path / "b.lmdb").replace(path)
-    assert len(LMDBStore(path)) == 5
-    # what it has open is still there
-    assert old.read(np.array([2]))["label"].tolist() == [2]
-    old.close()
-    assert len(old) == 5
-
-
 def test_threads(tmp_path: Path) -> None:
     store = LMDBStore(write(tmp_path / "a.lmdb"))
     with ThreadPoolExecutor(8) as threads:

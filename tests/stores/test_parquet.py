@@ -155,23 +155,6 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     )
 
 
-def test_several_files(tmp_path: Path) -> None:
-    for name, labels in (("b", [2, 3]), ("a", [0, 1]), ("c", []), ("d", [4])):
-        images = pa.array([bytes([label]) for label in labels], pa.binary())
-        write_table(
-            tmp_path / f"{name}.parquet",
-            image=images,
-            label=pa.array(labels, pa.int64()),
-        )
-    (tmp_path / "_metadata.parquet").write_bytes(b"not ours")
-    (tmp_path / "README.md").write_bytes(b"not ours")
-    store = ParquetStore(tmp_path)
-    assert store.groups.tolist() == [0, 2, 4, 5]
-    batch = store.read(np.array([4, 0, 3, 0]))
-    assert batch["label"].tolist() == [4, 0, 3, 0]
-    assert batch["image"] == [b"\x04", b"\x00", b"\x03", b"\x00"]
-
-
 def test_files_must_agree(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
     write_table(

@@ -257,7 +257,6 @@ WRONG: dict[str, tuple[str, str | bytes, dict[str, str], str]] = {
     ),
     "Latin-1": ("a.csv", "path\né.jpg\n".encode("latin1"), {}, "write UTF-8"),
     "not JSON": ("a.jsonl", "path,label\n", {}, "an object in each line"),
-    "a list": ("a.jsonl", '[{"path": "a"}]', {}, "an object in each line"),
     "deep JSON": ("a.jsonl", '{"path":' + "[" * 99999, {}, "recursion"),
     "no expression": (
         "a.csv",

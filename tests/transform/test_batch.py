@@ -399,15 +399,6 @@ def test_an_exception_of_a_users_transform_is_a_named_bad_sample() -> None:
         batch(too_small, JPEGS[:1])
 
 
-@pytest.mark.parametrize("error", [ConfigError("mine"), MemoryError("no room")])
-def test_what_is_not_the_samples_fault_passes_through(error: Exception) -> None:
-    def fails(image: np.ndarray) -> np.ndarray:
-        raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        batch(made(fails), JPEGS[:1], substitutes)
-
-
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [

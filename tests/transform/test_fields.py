@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from micro_batches import AT, run, samples_of, transform_of
 
 from raypipe.transform.decode.rgb import encode_jpeg
@@ -126,37 +125,6 @@ def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
 
 
 # Ragged
-
-
-@pytest.mark.parametrize(
-    ("kind", "samples", "expected"),
-    [
-        ("ragged", [np.array([1, 2]), None, np.array([], np.int64)], [[1, 2], [], []]),
-        (
-            "text",
-            ["é".encode(), None, "\ud800".encode("utf-8", "surrogatepass")],
-            ["é", "", "\ud800"],
-        ),
-        ("bytes", [b"\0\xff", None, b""], [b"\0\xff", b"", b""]),
-        ("json", [b"[1, null]", None, b'"a"'], [[1, None], None, "a"]),
-        ("bytes", [None, None], [b"", b""]),
-    ],
-)
-def test_samples_of_any_length_come_out_as_they_went_in(
-    kind: Any, samples: list[Any], expected: Any
-) -> None:
-    made = Ragged.of(kind, samples, Field(kind, "int64"))
-    assert (
-        made.kind == kind
-        and made.offsets.dtype == np.int64
-        and len(made.offsets) == len(samples) + 1
-    )
-    found = made.unpacked()
-    assert (
-        [each.tolist() for each in found] == expected
-        if kind == "ragged"
-        else found == expected
-    )
 
 
 def test_lists_of_arrays_keep_their_dtype_and_shape_even_if_empty() -> None:

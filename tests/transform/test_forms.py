@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision import transforms as T  # noqa: N812
 from torchvision.transforms import v2
 
@@ -91,12 +90,3 @@ def test_a_list_of_views_is_refused_with_the_dict_to_return() -> None:
         "view.a": (8, 8, 3),
         "view.b": (2, 8, 8, 3),
     }
-
-
-def test_pil_images_that_come_back_are_rgb() -> None:
-    made = SampleTransform(T.CenterCrop((30, 20)))(IMAGE.copy(), (0, 0))
-    assert np.array_equal(
-        made, np.array(T.CenterCrop((30, 20))(Image.fromarray(IMAGE)))
-    )
-    with pytest.raises(ConfigError, match="a PIL image of mode L"):
-        SampleTransform(T.Grayscale())(IMAGE.copy(), (0, 0))

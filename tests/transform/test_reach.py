@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
-from raypipe.transform.keys import KeyedGenerator
 from raypipe.transform.sample_transform import SampleTransform
 
 KEYS = [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
@@ -197,25 +196,6 @@ def test_the_generators_of_a_process_are_as_they_were() -> None:
     for code in CODE.values():
         made(code, KEYS)
     assert states() == before
-
-
-def test_what_a_generator_spawns_hangs_on_its_key_and_domain() -> None:
-    keyed, other = KeyedGenerator(), KeyedGenerator(9)
-    of_first = [keyed.rewind((1, 2)).spawn(1)[0].random() for _ in range(2)]
-    keyed.rewind((3, 4)).spawn(5)
-    assert {*of_first, keyed.rewind((1, 2)).spawn(1)[0].random()} == {of_first[0]}
-    one, two = keyed.rewind((1, 2)).spawn(2)
-    assert (
-        len(
-            {
-                one.random(),
-                two.random(),
-                other.rewind((1, 2)).spawn(1)[0].random(),
-                of_first[0],
-            }
-        )
-        == 3
-    )
 
 
 LAZY = """

@@ -25,19 +25,6 @@ class Watched(MemoryStore):
         return super().read(indices, columns)
 
 
-def test_labels_are_0_and_are_not_read_where_they_are_not_wanted() -> None:
-    store = Watched([b"a", b"b"], None, columns=TARGETS)
-    found = read_samples(store, np.array([1, 0]), ("image", "seg"), False)
-    assert each(found) == [
-        EncodedSample(b"b", 0, {"seg": b"m1"}),
-        EncodedSample(b"a", 0, {"seg": b"m0"}),
-    ]
-    assert store.read_of == ([1, 0], ("image", "seg"))
-    assert each(read_samples(store, np.array([1]), ("image",), False)) == [
-        EncodedSample(b"b", 0, {})
-    ]
-
-
 def test_padding_is_not_read_and_has_neither_image_nor_columns() -> None:
     store = Watched([b"a", b"b"], [3, 4], columns=TARGETS)
     found = read_samples(store, np.array([-1, 1, -1]), ("image", "label", "seg"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -12,7 +11,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from image_files import png_chunk
+from image_files import png_chunk, saved
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -45,9 +44,7 @@ def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
         image.putpalette(
             np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tobytes()
         )
-    file = io.BytesIO()
-    image.save(file, "PNG", **options)
-    return file.getvalue()
+    return saved(image, "PNG", **options)
 
 
 def test_each_target_has_a_setting_that_names_its_column() -> None:
@@ -247,15 +244,6 @@ def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(
 # Pipelines
 
 
-def test_a_pipeline_takes_boxes_along_and_the_users_is_left_alone() -> None:
-    pipeline = A.Compose([A.HorizontalFlip(p=1)])
-    made = target_pipeline(pipeline, ["boxes"])
-    assert not pipeline.processors and not pipeline.transforms[0].processors
-    boxes = np.array([[0, 0, 10, 5, 7]], np.float32)
-    result = made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)
-    np.testing.assert_allclose(result["bboxes"], [[20, 0, 30, 5, 7]], atol=1e-4)
-
-
 def test_the_limits_of_the_users_own_parameters_hold() -> None:
     params = A.BboxParams("pascal_voc", label_fields=["labels"], min_visibility=0.6)
     pipeline = A.Compose([A.Crop(0, 0, 10, 10)], bbox_params=params)
@@ -271,14 +259,6 @@ def test_the_limits_of_the_users_own_parameters_hold() -> None:
         "image",
         "mask",
     }
-
-
-def test_a_box_of_which_less_than_a_pixel_is_left_is_dropped() -> None:
-    made = target_pipeline(
-        A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), ["boxes"]
-    )
-    boxes = np.array([[9.5, 0, 20, 5, 1], [20, 0, 30, 5, 2]], np.float32)
-    assert len(made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)["bboxes"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 
 import bombs
 import cv2
@@ -13,7 +12,6 @@ import simplejpeg
 from image_files import saved
 from PIL import Image
 
-from raypipe.transform.decode import jpeg as jpeg_module
 from raypipe.transform.decode.jpeg import (
     Box,
     decode_box,
@@ -36,40 +34,6 @@ def noise(height: int, width: int) -> np.ndarray:
 def cut(image: np.ndarray, box: Box) -> np.ndarray:
     top, left, height, width = box
     return image[top : top + height, left : left + width]
-
-
-KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
-    **{
-        sampling: lambda image, sampling=sampling: simplejpeg.encode_jpeg(
-            image, 90, "RGB", sampling
-        )
-        for sampling in ("444", "422", "420", "440", "411", "Gray")
-    },
-    "progressive 420": lambda image: saved(
-        image, progressive=True, subsampling="4:2:0"
-    ),
-    "progressive 444": lambda image: saved(
-        image, progressive=True, subsampling="4:4:4"
-    ),
-    "progressive gray": lambda image: saved(image, "JPEG", "L", progressive=True),
-    "restart markers": lambda image: saved(
-        image, restart_marker_blocks=3, subsampling="4:2:0"
-    ),
-    "RGB, not YCbCr": lambda image: saved(image, keep_rgb=True),
-    "CMYK": lambda image: saved(image, "JPEG", "CMYK"),
-}
-
-
-@needs_extension
-def test_the_extension_decodes_all_but_the_unusual_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        jpeg_module, "decode_jpeg_at", lambda *a: pytest.fail("decoded whole")
-    )
-    for kind, encode in KINDS.items():
-        if kind != "CMYK":
-            assert decode_box(encode(noise(40, 40)), (3, 5, 7, 9)).shape == (7, 9, 3)
 
 
 @needs_extension
@@ -106,14 +70,3 @@ def test_only_jpegs_that_may_be_cropped_are_opened() -> None:
     assert open_for_crop(bomb, exif=False) is None
     many = bombs.jpeg_of_scans(13000, 13000, 17)
     assert open_for_crop(many, exif=False) is None
-
-
-@needs_extension
-def test_images_that_are_turned_are_left_to_the_whole_decode() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = saved(PHOTO, exif=exif)
-    assert open_for_crop(turned, exif=True) is None
-    assert open_for_crop(turned, exif=False) is not None
-    exif[0x0112] = 1
-    assert open_for_crop(saved(PHOTO, exif=exif), exif=True) is not None

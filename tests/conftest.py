@@ -59,7 +59,7 @@ hypothesis.settings.load_profile("any pace")
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Each of the two processes of pytest-xdist has one cluster at a time. Tests that start their own are two
+    """Each process of pytest-xdist has one cluster at a time. Tests that start their own are two
     groups, and those of the shared cluster two others: each goes to the process that is free. They come first, as
     the longest. Tests that need none stay together by module.
     """

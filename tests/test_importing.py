@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from inspect import signature
@@ -14,7 +13,7 @@ from small_runs import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.importing import _DATA, import_name, loaded_module, raised_at
+from raypipe.importing import _DATA, import_name, raised_at
 from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.plan.places import Cursor
 from raypipe.section import fits, settings_of
@@ -175,18 +174,3 @@ def test_no_checkpoint_names_code(gadget: str, nested: bool) -> None:
     read = Checkpoint("here", Cursor(0, 1, "x"), {}, "", described, bytes(state))
     with pytest.raises(ConfigError, match=f"names the code '{gadget}'"):
         saved_model(read, False).prepare(b"")
-
-
-def test_a_module_counts_once_its_import_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    lines = (
-        "from raypipe.importing import loaded_module",
-        "within = loaded_module('half_done')",
-    )
-    (tmp_path / "half_done.py").write_text("\n".join(lines))
-    assert loaded_module("half_done") is None
-    module = importlib.import_module("half_done")
-    assert module.within is None
-    assert loaded_module("half_done") is module

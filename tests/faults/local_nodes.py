@@ -30,22 +30,16 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from raypipe.rayext.cluster import connect
-
+_NUM_NODES = 2
 OBJECT_STORE_BYTES = 100 << 20
 
 
 class Nodes:
-    """A head without CPUs for actors, where the consumer is, and two CPU nodes; or a local run's node."""
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
 
-    def __init__(self, local: bool = False) -> None:
-        self._num_nodes = 0 if local else 2
-        self.nodes: list[Any] = []
+    def __init__(self) -> None:
         self._frozen: list[Any] = []
         self._draining: list[Any] = []
-        if local:
-            connect(num_cpus=4, object_store_bytes=OBJECT_STORE_BYTES)
-            return
         self.cluster = Cluster(
             initialize_head=True,
             head_node_args={
@@ -56,7 +50,7 @@ class Nodes:
                 "resources": {"head": 100},
             },
         )
-        self.nodes += [self._add() for _ in range(self._num_nodes)]
+        self.nodes = [self._add() for _ in range(_NUM_NODES)]
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
@@ -109,13 +103,12 @@ class Nodes:
         while self._frozen:
             _signal(self._frozen[-1], signal.SIGKILL)
             self.cluster.remove_node(self._frozen.pop(), allow_graceful=False)
-        while len(self.nodes) < self._num_nodes:
+        while len(self.nodes) < _NUM_NODES:
             self.nodes.append(self._add())
 
     def close(self) -> None:
         ray.shutdown()
-        if self._num_nodes:
-            self.cluster.shutdown()
+        self.cluster.shutdown()
 
 
 def _raylet(node: Any) -> psutil.Process:
@@ -160,8 +153,8 @@ def kill(
 
 
 @contextlib.contextmanager
-def cluster(local: bool = False) -> Iterator[Nodes]:
-    nodes = Nodes(local)
+def cluster() -> Iterator[Nodes]:
+    nodes = Nodes()
     try:
         yield nodes
     finally:

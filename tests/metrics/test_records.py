@@ -17,12 +17,6 @@ def train(step: int, loss: float = 0.0) -> dict[str, object]:
     return {"kind": "train", "step": step, "loss": loss}
 
 
-def test_what_a_run_did_over_again_holds_once_as_it_was_done_last() -> None:
-    first = [start(0), *(train(step) for step in range(1, 7))]
-    again = [start(3), *(train(step, loss=1.0) for step in range(4, 9))]
-    assert parse_records(lines(*first, *again)) == [*first[:4], *again]
-
-
 def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:
     fault, scale = (
         {"kind": "fault", "step": 5, "text": "x"},

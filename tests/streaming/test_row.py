@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,6 @@ def assert_same(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
     ]
 
 
-BYTES = "column.bytes"
-
-
-def with_bytes(
-    at: MicroBatchId, values: tuple[bytes, ...] = (b"abc", b"")
-) -> MicroBatch:
-    flags = np.array([at.micro == 0, False])
-    return made(
-        at, {BYTES: Ragged.of("bytes", values, Field("bytes")), "column.flags": flags}
-    )
-
-
 def test_images_and_lists_of_any_size_come_out_of_a_block_unchanged() -> None:
     tags = Field("ragged", "int16", (2,))
     lists = [[np.ones((3, 2), np.int16), None], [None, None]]
@@ -101,29 +88,6 @@ def test_images_and_lists_of_any_size_come_out_of_a_block_unchanged() -> None:
     found = list(batches_of(block_row(all_made)))
     assert_same(found, all_made)
     assert [batch["image"].shape for batch in found] == [(2, 3, 4, 3), (2, 4, 4, 3)]
-
-
-def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
-    class Array(np.ndarray):
-        pass
-
-    blocks = []
-
-    def row() -> dict[str, np.ndarray]:
-        all_made = [with_bytes(at) for at in BLOCK]
-        found = {
-            name: column.view(Array) for name, column in block_row(all_made).items()
-        }
-        blocks.append(weakref.ref(found[BYTES]))
-        return found
-
-    class Iterator:
-        def iter_batches(self, **options: Any) -> Any:
-            for _ in range(3):
-                assert all(block() is None for block in blocks)
-                yield row()
-
-    assert len(list(map(plain, host_batches(Iterator())))) == 6  # type: ignore[arg-type]
 
 
 def test_a_stream_at_its_end_needs_no_execution(stores: dict[str, Path]) -> None:

@@ -4,12 +4,9 @@ import itertools
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import without_ray
 from ray import cloudpickle
@@ -27,54 +24,28 @@ from raypipe.streaming.source import MicroBatchSource
 # The plan as a source, without Ray
 
 
-class ReadByThread(MemoryStore):
-    """It counts the reads of its samples, and lets nobody read one of them."""
-
-    def __init__(self, size: int, unreadable: int = -1) -> None:
-        super().__init__([bytes([i]) for i in range(size)], np.arange(size))
-        self._unreadable = unreadable
-        self.changed = threading.Condition()
-        self.num_reads = 0
+class LosesOne(MemoryStore):
+    """It lets nobody read sample 57."""
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
-        with self.changed:
-            self.num_reads += 1
-            self.changed.notify_all()
-        if self._unreadable in indices:
+        if 57 in indices:
             raise StoreError("sample is lost")
         return super().read(indices, columns)
 
 
-def rows_of(train: ReadByThread) -> Iterator[pa.Table]:
-    """Of the last task, from sample 48 on."""
+def test_an_error_of_the_store_comes_after_the_rows_before_it() -> None:
+    train = LosesOne([b""] * 100, np.arange(100))
     plan = make_plan(PlanConfig(epochs=1, micro_batch_size=1, shuffle="off"), train)
     source = MicroBatchSource(plan, plan.start(), {"train": train})
-    *_, last = source.get_read_tasks(1)
-    return iter(last())
-
-
-def num_reading() -> int:
-    return sum("ThreadPool" in thread.name for thread in threading.enumerate())
-
-
-def test_an_error_of_the_store_comes_after_the_rows_before_it() -> None:
-    rows = rows_of(ReadByThread(100, unreadable=57))
+    *_, last = source.get_read_tasks(1)  # from sample 48 on
+    rows = iter(last())
     assert [row["label"].to_pylist() for row in itertools.islice(rows, 9)] == [
         [[label]] for label in range(48, 57)
     ]
     with pytest.raises(StoreError, match="sample is lost"):
         next(rows)
-
-
-def test_a_source_that_is_left_in_the_middle_reads_no_more() -> None:
-    before = num_reading()
-    rows = rows_of(ReadByThread(100))
-    next(rows)
-    assert num_reading() == before + 1
-    rows.close()
-    assert num_reading() == before
 
 
 class KillsItsReader(ParquetStore):

@@ -23,12 +23,6 @@ from raypipe.train.models import (
 )
 
 
-def test_torchvision_models_are_built_by_name() -> None:
-    model = build_model("squeezenet1_1", 5).eval()
-    with torch.no_grad():
-        assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
-
-
 @pytest.mark.parametrize("name", ["googlenet", "GoogLeNet", "inception_v3"])
 def test_a_model_with_auxiliary_heads_gives_logits_alone_in_training(name: str) -> None:
     with torch.device("meta"):
@@ -73,16 +67,6 @@ def test_biases_and_norms_do_not_decay(name: str) -> None:
         for kind, parameter in module.named_parameters(recurse=False):
             plain = isinstance(module, nn.BatchNorm2d) or kind == "bias"
             assert decay[id(parameter)] == (0.0 if plain else 0.3)
-
-
-def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
-    model = nn.Linear(2, 2)
-    assert build_optimizer(
-        model, TrainConfig(optimizer={"name": "sgd", "momentum": 0.8})
-    ).defaults["nesterov"]
-    assert not build_optimizer(
-        model, TrainConfig(optimizer={"name": "sgd", "momentum": 0.0})
-    ).defaults["nesterov"]
 
 
 CPU = torch.device("cpu")

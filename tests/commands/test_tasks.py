@@ -10,26 +10,8 @@ from typing import Any
 import pytest
 
 from raypipe.commands import tasks
-from raypipe.commands.tasks import _while_wanted, count_cpus, run_tasks
+from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, ResourceError
-
-
-def test_a_task_ends_at_its_next_part_when_the_file_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "wanted").touch()
-    task = _while_wanted(tmp_path / "wanted", counting(), [1, 2, -1])
-    assert [next(task), next(task)] == [None, (1,)]
-    (tmp_path / "wanted").unlink()
-    assert list(task) == []
-    assert list(_while_wanted(tmp_path / "wanted", counting(), [-1])) == [None]
-
-
-def test_a_task_gives_its_error_which_ray_would_print_if_it_raised_it(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "wanted").touch()
-    began, part, error = _while_wanted(tmp_path / "wanted", counting(), [1, -1, 2])
-    assert began is None
-    assert part == (1,) and isinstance(error, ConfigError)
 
 
 def counting() -> Any:

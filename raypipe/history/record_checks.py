@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypipe.errors import DAMAGE, ConfigError, RaypipeError
+from raypipe.section import shown
 from raypipe.storage.files import read_whole
 
 MAX_NUMBER = 1 << 62
@@ -42,6 +43,5 @@ def read_lines(address: str) -> list[Any]:
 def whole_number(value: Any, name: str, least: int = 0) -> int:
     """Return a whole number of a record; raise ValueError for anything else."""
     if type(value) is not int or not least <= value < MAX_NUMBER:
-        shown = repr(value)[:_MAX_TEXT]
-        raise ValueError(f"{name} must be a number from {least} on, got {shown}")
+        raise ValueError(f"{name} must be a number from {least} on, got {shown(value)}")
     return value

@@ -59,8 +59,8 @@ def build_model(
         raise ConfigError(f"train.model={name!r}: {error}") from error
 
 
-def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
-    """Make a convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
+def small_model(num_classes: int, channels: int = 3) -> nn.Module:
+    """Make a convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters."""
 
     def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
         return nn.Sequential(
@@ -70,15 +70,15 @@ def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Modu
         )
 
     return nn.Sequential(
-        block(channels, width, 1),
-        block(width, 2 * width, 2),
-        block(2 * width, 2 * width, 1),
-        block(2 * width, 4 * width, 2),
-        block(4 * width, 4 * width, 1),
+        block(channels, 32, 1),
+        block(32, 64, 2),
+        block(64, 64, 1),
+        block(64, 128, 2),
+        block(128, 128, 1),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.1),
-        nn.Linear(4 * width, num_classes),
+        nn.Linear(128, num_classes),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from raypipe.errors import ConfigError
 from raypipe.mistakes import choices
 from raypipe.packages import how_to_get, installed_version
+from raypipe.section import shown
 
 # The library asks the network for a newer version when it is imported, and AlbumentationsX tells it of pipelines.
 # Each process that unpickles a stream's transforms imports this module first.
@@ -118,7 +119,7 @@ def build_steps(steps: Steps) -> Any:
 
 def _built(steps: Any, where: str) -> list[Any]:
     if not isinstance(steps, list):
-        raise ConfigError(f"{where}: must be a list of steps, got {_cut(steps)}")
+        raise ConfigError(f"{where}: must be a list of steps, got {shown(steps)}")
     return [
         _step(step, f"{where} step {number}") for number, step in enumerate(steps, 1)
     ]
@@ -128,13 +129,13 @@ def _step(step: Any, where: str) -> Any:
     """Return the image-only transform that a step names."""
     if not isinstance(step, dict) or len(step) != 1:
         raise ConfigError(
-            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
+            f"{where}: must be one NAME: {{argument: value, …}}, got {shown(step)}"
         )
     ((name, arguments),) = step.items()
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ConfigError(
-            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
+            f"{where}: must be {name}: {{argument: value, …}}, got {shown(arguments)}"
         )
     kind = _class_of(str(name), where)
     where = f"{where}, {name}"
@@ -173,7 +174,7 @@ def _check_chances(arguments: dict[str, Any], where: str) -> None:
     is_chance = isinstance(p, int | float) and 0 <= p <= 1
     if not (is_chance and isinstance(n, int) and n >= 1):
         expected = "p must be in [0, 1], and n a whole number of at least 1"
-        raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+        raise ConfigError(f"{where}: {expected}, got p={shown(p)} and n={shown(n)}")
 
 
 def _check_takes_image(transform: Any, name: str, where: str) -> None:
@@ -243,13 +244,7 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
         for detail in errors()
     )
     reasons = (
-        f"{name}: {message}, got {_cut(arguments.get(name))}"
+        f"{name}: {message}, got {shown(arguments.get(name))}"
         for name, message in details
     )
     return "; ".join(dict.fromkeys(reasons))
-
-
-def _cut(value: Any) -> str:
-    """A value for a message, however long or large it is."""
-    text = value if isinstance(value, str) else repr(value)
-    return repr(text[:80] + "…") if len(text) > 80 else repr(value)

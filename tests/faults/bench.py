@@ -1,6 +1,7 @@
 """Kills real processes and nodes of a local cluster under a stream, and compares what comes out with what should.
 
     python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…]
+    python tests/faults/bench.py --trainers 3 --consume-s 0 --repeats 3 [--local]    the gaps of runs, by kind
 
 Each scenario is one stream with one randomised fault. `delivered` counts the micro-batches that reach the consumer
 (after a restart of the trainers: those that count, up to the checkpoint that they resume from), `delay` is the
@@ -15,12 +16,14 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,9 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 import cv2
 import numpy as np
 import ray.train
+from ray.train.collective import broadcast_from_rank_zero
+from rich.console import Console
+from rich.table import Table
 
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.device.prefetcher import Batch
@@ -57,6 +63,7 @@ STORES = (
     "parquet",
 )
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
+THREE = replace(PLAN, global_batch_size=48)  # for three trainers
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
@@ -128,7 +135,9 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
     return paths
 
 
-def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
+def spec_of(
+    store: str, max_actors: int, kind: str = "", plan: PlanConfig = PLAN
+) -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     transform = enlarged if kind in LARGE else crop
@@ -137,7 +146,7 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     return open_stream(
         store,
         store,
-        plan=PLAN,
+        plan=plan,
         train_transform=transform,
         val_transform=transform,
         pool=PoolConfig(
@@ -222,6 +231,10 @@ def train_fn(config: dict[str, Any]) -> None:
     """A trainer without a model: what it learns is the list of what it saw, and that is its checkpoint's."""
     stream = loader(config["spec"], max_actors=2)
     folder = Path(config["folder"])
+    attempt = broadcast_from_rank_zero(time.monotonic())
+    if stream.rank == 0:
+        with (folder / "sizes").open("a") as file:
+            file.write(f"{stream.world_size}\n")
     rows = []
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
@@ -234,7 +247,9 @@ def train_fn(config: dict[str, Any]) -> None:
         rows.append((str(batch.position), digest_of(batch).hex()))
         time.sleep(config["consume_s"])
         with (folder / f"done-{stream.rank}").open("a") as file:
-            file.write(f"{time.monotonic()}\n")
+            file.write(
+                json.dumps([time.monotonic(), attempt, str(batch.position)]) + "\n"
+            )
         steps += batch.ends_step
         if batch.ends_step and (
             batch.position.split == "train" or stream.cursor.step == 0
@@ -275,25 +290,29 @@ def torch_distributed() -> Any:
 class Trainers:
     """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch.
 
-    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each. A restart
-    after a notice does not count as a failure.
+    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each; or where a
+    local run has its own. A restart after a notice does not count as a failure.
     """
 
     fewest: int = 2
     most: int = 2
     consume_s: float = CONSUME_S
     on_nodes: bool = False
+    is_local: bool = False
     max_failures: int = 4
 
     @property
     def resources(self) -> dict[str, float]:
+        if self.is_local:
+            return {"CPU": 0.01}
         return {"CPU": 0, "trainer" if self.on_nodes else "head": 1}
 
 
 def train(
     spec: StreamSpec, damage: Damage, after: int, trainers: Trainers
-) -> tuple[list[tuple[str, bytes]], float]:
-    """As `consume`, by trainers that Ray Train restarts when the fault reaches them."""
+) -> tuple[list[tuple[str, bytes]], float, list[int], int, int]:
+    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; their numbers, how many steps
+    they had finished and did again, and how many micro-batches in all."""
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as name:
         folder = Path(name)
         elastic = trainers.fewest < trainers.most
@@ -337,21 +356,44 @@ def train(
             result = fitting.result()
         with result.checkpoint.as_directory() as path:
             seen = json.loads((Path(path) / "seen.json").read_text())
+        sizes = [int(line) for line in (folder / "sizes").read_text().split()]
         seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
         place = {
             str(at): number
             for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))
         }
         # The gap of a rank is measured with what it does itself, which is little.
+        done = read_done(folder)
         rows = sorted(seen, key=lambda row: place[row[0]])
-        return rows, float(np.diff(read_done(folder)).max())
+        times = [finished_at for finished_at, _, _ in done]
+        return (
+            rows,
+            float(np.diff(times).max()),
+            sizes,
+            steps_again(done, spec.plan.config.per_step),
+            len(done) - len(seen),
+        )
 
 
-def read_done(folder: Path) -> list[float]:
-    """When trainers were done with each micro-batch, in order."""
-    files = folder.glob("done-*")
-    lines = (line for file in files for line in file.read_text().split("\n")[:-1])
-    return sorted(map(float, lines))
+def read_done(folder: Path) -> list[tuple[float, float, str]]:
+    """Time, attempt and place of each micro-batch that trainers were done with, in the order of the times."""
+    lines = [
+        line
+        for file in folder.glob("done-*")
+        for line in file.read_text().split("\n")[:-1]
+    ]
+    return sorted(tuple(json.loads(line)) for line in lines)
+
+
+def steps_again(done: list[tuple[float, float, str]], per_step: int) -> int:
+    """How many optimizer steps had been finished by all ranks, and were made again."""
+    finished = Counter(
+        (attempt, at[:-5]) for _, attempt, at in done if at.startswith("train")
+    )
+    return sum(
+        num == per_step and any(a > attempt and s == step for a, s in finished)
+        for (attempt, step), num in finished.items()
+    )
 
 
 KINDS = (
@@ -372,6 +414,11 @@ KINDS = (
     "frozen coordinator",
     "frozen reader",
 )
+
+
+# They have trainers of a number, or a loop, of their own; and those that need more than one node.
+BY_ITSELF = ("drained trainer", "elastic")
+OF_NODES = {kind for kind in KINDS if "node" in kind} | {"drained trainer", "elastic"}
 
 
 def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
@@ -415,43 +462,57 @@ def run(
     num_samples: int,
     names: list[str],
     max_actors: int,
+    show: Callable[[Outcome], None],
+    trainers: Trainers | None = None,
+    local: bool = False,
 ) -> list[Outcome]:
-    """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`."""
+    """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`.
+
+    Args:
+        trainers: of all kinds; None = only the kinds that need some have some.
+        local: whether the cluster is one node.
+    """
     choose = random.Random(seed)
+    plan = THREE if trainers and trainers.most == 3 else PLAN
     outcomes = []
     with contextlib.ExitStack() as held:
         folder = held.enter_context(
             tempfile.TemporaryDirectory(prefix="raypipe-faults-")
         )
-        nodes = held.enter_context(cluster())
+        nodes = held.enter_context(cluster(local))
         stores = make_stores(folder, num_samples, names)
         undisturbed = {
-            (name, large): without_ray(spec_of(path, max_actors, large))
+            (name, large): without_ray(spec_of(path, max_actors, large, plan))
             for name, path in stores.items()
             for large in {kind if kind in LARGE else "" for kind in kinds}
         }
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
-            spec = spec_of(stores[store], max_actors, kind)
+            spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             # it still has work
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)
             damage = damage_of(kind, nodes, choose)
-            faults = 0
-            if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
-                rows, longest = train(spec, damage, after, Trainers())
+            name, faults = kind, 0
+            needs_trainers = kind.removeprefix("frozen ") in ("coordinator", "trainer")
+            if needs_trainers or trainers:
+                rows, longest, *_ = train(
+                    spec, damage, after, trainers or Trainers(is_local=local)
+                )
             elif kind == "elastic":
                 few_or_many = Trainers(1, 4, consume_s=0.3, on_nodes=True)
-                rows, longest = train(spec, damage, after // 4, few_or_many)
+                rows, longest, sizes, *_ = train(spec, damage, after // 4, few_or_many)
+                name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
             elif kind == "drained trainer":
                 warned = Trainers(consume_s=0.3, on_nodes=True, max_failures=0)
-                rows, longest = train(spec, damage, after // 2, warned)
+                rows, longest, _, steps, again = train(spec, damage, after // 2, warned)
+                name = f"{kind}, {steps} steps and {again} micro-batches again"
             else:
                 rows, longest, faults = consume(spec, damage, after)
             places = [at for at, _ in rows]
             outcome = Outcome(
-                kind=f"{kind}, {store}",
+                kind=f"{name}, {store}",
                 after=after,
                 delivered=len(set(places)),
                 expected=len(expected),
@@ -461,19 +522,46 @@ def run(
                 faults=faults,
             )
             outcomes.append(outcome)
-            print(asdict(outcome), file=sys.stderr, flush=True)
+            show(outcome)
             nodes.mend()
     return outcomes
+
+
+def gaps(outcomes: list[Outcome]) -> Table:
+    """The median gap of each kind."""
+    drawn = Table(title="gaps", title_justify="left")
+    for name in ("kind", "median", "gaps"):
+        drawn.add_column(name)
+    of_kind: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        of_kind.setdefault(outcome.kind.split(",")[0], []).append(outcome.delay_s)
+    for kind, delays in of_kind.items():
+        each = ", ".join(map(str, delays))
+        drawn.add_row(kind, f"{statistics.median(delays):.1f} s", each)
+    return drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenarios", type=int, default=len(KINDS))
+    parser.add_argument(
+        "--scenarios", type=int, default=0, help="0 = each kind `--repeats` times"
+    )
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--trainers", type=int, default=0, help="of each kind; 0 = as the kind needs it"
+    )
+    parser.add_argument(
+        "--consume-s",
+        type=float,
+        default=CONSUME_S,
+        help="seconds of a trainer for a micro-batch; 0 = the actors are the limit",
+    )
+    parser.add_argument("--local", action="store_true", help="a cluster of one node")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="comma-separated; taken in turns"
+        "--kinds", default="", help="comma-separated; taken in turns; empty = all"
     )
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
     parser.add_argument(
@@ -487,20 +575,47 @@ def main() -> None:
         default=4,
         help="of a pool; 4 for a node that is lost for good",
     )
+    parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
-    chosen = args.kinds.split(",")
-    unknown = set(chosen) - set(KINDS)
+    possible = [kind for kind in KINDS if kind not in BY_ITSELF or not args.trainers]
+    if args.local:
+        possible = [kind for kind in possible if kind not in OF_NODES]
+    chosen = args.kinds.split(",") if args.kinds else possible
+    unknown = set(chosen) - set(possible)
     if unknown:
-        parser.error(f"not here: {sorted(unknown)}; there are {', '.join(KINDS)}")
-    kinds = [chosen[i % len(chosen)] for i in range(args.scenarios)]
+        parser.error(f"not here: {sorted(unknown)}; there are {', '.join(possible)}")
+    num = args.scenarios or len(chosen) * args.repeats
+    kinds = [chosen[i % len(chosen)] for i in range(num)]
     outcomes = run(
-        kinds, args.seed, args.samples, args.stores.split(","), args.max_actors
+        kinds,
+        args.seed,
+        args.samples,
+        args.stores.split(","),
+        args.max_actors,
+        lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
+        Trainers(args.trainers, args.trainers, args.consume_s, is_local=args.local)
+        if args.trainers
+        else None,
+        args.local,
     )
+    Console(width=110).print(gaps(outcomes))
+    if args.output:
+        Path(args.output).write_text(
+            json.dumps([asdict(o) for o in outcomes], indent=1)
+        )
     ok = all(
         o.equal and o.delivered == o.expected and not o.duplicates for o in outcomes
     )
-    counts = {"scenarios": len(outcomes), "equal": sum(o.equal for o in outcomes)}
-    print(json.dumps({**counts, "ok": ok}), flush=True)
+    print(
+        json.dumps(
+            {
+                "scenarios": len(outcomes),
+                "equal": sum(o.equal for o in outcomes),
+                "ok": ok,
+            }
+        ),
+        flush=True,
+    )
     os._exit(0 if ok else 1)  # Ray's own threads may wait for nodes that are gone
 
 

@@ -30,16 +30,22 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-_NUM_NODES = 2
+from raypipe.rayext.cluster import connect
+
 OBJECT_STORE_BYTES = 100 << 20
 
 
 class Nodes:
-    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes; or a local run's node."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: bool = False) -> None:
+        self._num_nodes = 0 if local else 2
+        self.nodes: list[Any] = []
         self._frozen: list[Any] = []
         self._draining: list[Any] = []
+        if local:
+            connect(num_cpus=4, object_store_bytes=OBJECT_STORE_BYTES)
+            return
         self.cluster = Cluster(
             initialize_head=True,
             head_node_args={
@@ -50,7 +56,7 @@ class Nodes:
                 "resources": {"head": 100},
             },
         )
-        self.nodes = [self._add() for _ in range(_NUM_NODES)]
+        self.nodes += [self._add() for _ in range(self._num_nodes)]
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
@@ -103,12 +109,13 @@ class Nodes:
         while self._frozen:
             _signal(self._frozen[-1], signal.SIGKILL)
             self.cluster.remove_node(self._frozen.pop(), allow_graceful=False)
-        while len(self.nodes) < _NUM_NODES:
+        while len(self.nodes) < self._num_nodes:
             self.nodes.append(self._add())
 
     def close(self) -> None:
         ray.shutdown()
-        self.cluster.shutdown()
+        if self._num_nodes:
+            self.cluster.shutdown()
 
 
 def _raylet(node: Any) -> psutil.Process:
@@ -153,8 +160,8 @@ def kill(
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Nodes]:
-    nodes = Nodes()
+def cluster(local: bool = False) -> Iterator[Nodes]:
+    nodes = Nodes(local)
     try:
         yield nodes
     finally:

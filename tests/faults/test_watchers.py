@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import s3_server
 from pictures import samples
 from signalled import started
 
@@ -302,3 +303,36 @@ def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path) -> No
             assert run.said(ended), "".join(run.lines[-40:])
             # raypipe status has it too
             assert re.search(ended, (run.folder / "error.txt").read_text())
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_stop_ends_a_run_whose_storage_does_not_answer(tmp_path: Path) -> None:
+    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
+        environment = s3_server.environment(proxy.endpoint)
+        for bucket in ("once", "twice"):
+            s3_server.make_bucket(endpoint, bucket)
+        with (
+            run_of_its_own(
+                tmp_path / "once",
+                "--train.stop_grace_s=3",
+                storage="s3://once/here",
+                environment=environment,
+            ) as once,
+            run_of_its_own(
+                tmp_path / "twice",
+                "--train.stop_grace_s=1000",
+                storage="s3://twice/here",
+                environment=environment,
+            ) as twice,
+        ):
+            for run in (once, twice):
+                run.until(lambda run=run: run.said("step 16/16"), "its first epoch")
+            proxy.outage = lambda authorization: (503, "SlowDown")
+            once.signal(signal.SIGTERM)
+            twice.signal(signal.SIGTERM)
+            time.sleep(5)  # within a second it would be one signal
+            twice.signal(signal.SIGTERM)
+            for run in (once, twice):
+                assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])

@@ -13,36 +13,22 @@ from tiers import is_soak
 BENCH = Path(__file__).parent / "bench.py"
 
 
+KINDS = "reader,node,drained node,frozen actor,frozen node,frozen trainer"
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "kinds", ["reader,node,drained node", "frozen actor,frozen node", "frozen trainer"]
-)
 def test_whatever_dies_or_hangs_the_consumer_sees_the_same_stream(
-    kinds: str, request: pytest.FixtureRequest
+    request: pytest.FixtureRequest,
 ) -> None:
-    soak, num = is_soak(request.config), kinds.count(",") + 1
-    options = [
-        "--kinds",
-        kinds,
-        "--scenarios",
-        str(num),
-        "--stores",
-        "parquet",
-        "--samples",
-        "160",
-    ]
-    # each that comes late takes a core from those that are there
-    options += [
-        "--max-actors",
-        "2",
-    ]
-    if soak:
-        options = (
-            ["--scenarios", "36"]
-            if "reader" in kinds
-            else ["--kinds", kinds, "--scenarios", str(5 * num)]
-        )
+    num = 6
+    # an actor that comes late takes a core from those that are there
+    options = ["--kinds", KINDS, "--stores", "parquet", "--samples", "160"]
+    options += ["--max-actors", "2"]
+    if is_soak(request.config):
+        num = 36
+        options = []
+    options += ["--scenarios", str(num)]
     # A process of its own: a process can be connected to one cluster only.
     done = subprocess.run(
         [sys.executable, str(BENCH), *options],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.digest import other_settings
 from raypipe.streaming.hashes import batch_hash
 
-if TYPE_CHECKING:
-    from raypipe.history.replay import Replay
-
 # Settings that decide nothing that a model sees.
 _FREE = ("workers", "actors", "from_step", "to_step")
 # Draws that are compared at most, which takes some seconds.
@@ -25,7 +22,17 @@ _MAX_DRAWS = 1 << 22
 _MAX_MADE = 8
 
 
-def compare_runs(first: Replay, second: Replay) -> dict[str, Any]:
+class Steps(Protocol):
+    """A run and the batches of its steps: a `Replay`."""
+
+    run: RecordedRun
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int, /) -> Any: ...
+
+
+def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
     """Compare two runs.
 
     Returns:

@@ -6,7 +6,6 @@ file       |----A------B--|                 its ranges one after the other
 
 from __future__ import annotations
 
-import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -22,29 +21,6 @@ from raypipe.storage.retries import in_threads, report_progress
 
 # Twice as for whole shards, see `storage.download`: a group of a tar of 8 MiB, with its headers, is one request.
 _REQUEST_BYTES = 16 << 20
-# A process keeps so many buffers, of which groups touch about 9 MiB each.
-_MAX_SPARE = 4
-
-
-class _Buffers:
-    """Memory for requests, some of it kept for the next ones: to touch fresh memory costs more than to fill it."""
-
-    def __init__(self) -> None:
-        self._spare: list[bytearray] = []
-
-    @contextlib.contextmanager
-    def lent(self, num_bytes: int) -> Iterator[memoryview]:
-        """Lend memory of at most _REQUEST_BYTES. After an error it is not lent again: a read may still fill it."""
-        try:
-            buffer = self._spare.pop()
-        except IndexError:
-            buffer = bytearray(_REQUEST_BYTES)
-        yield memoryview(buffer)[:num_bytes]
-        if len(self._spare) < _MAX_SPARE:
-            self._spare.append(buffer)
-
-
-_buffers = _Buffers()
 
 
 @dataclass(frozen=True)
@@ -82,12 +58,12 @@ class ByteRanges:
 
             def copy(request: tuple[int, int, int]) -> None:
                 offset, start, size = request
-                with _buffers.lent(size) as buffer:
-                    if source.read_into(buffer, start) != size:
-                        raise StoreError(
-                            f"{self.address} has become shorter than {start + size} bytes"
-                        )
-                    os.pwrite(descriptor, buffer, offset)
+                content = source.read_at(size, start)
+                if len(content) != size:
+                    raise StoreError(
+                        f"{self.address} has become shorter than {start + size} bytes"
+                    )
+                os.pwrite(descriptor, content, offset)
                 report_progress()
 
             in_threads(copy, self._requests())

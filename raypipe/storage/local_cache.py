@@ -139,18 +139,12 @@ class LocalCache:
         """
         return self._kept(file, self._open.get(file) or self._enter(file, opener))
 
-    def find_open(self, file: CacheEntry) -> Any:
-        """Return a shard that this process has open, and None for others; nothing is opened."""
-        entry = self._open.get(file)
-        return None if entry is None else self._kept(file, entry)
-
     def find(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T | None:
         """Return an opened shard as `get` does if it is in the cache; else None, and nothing is fetched."""
-        entry = self._open.get(file)
-        if entry is None:
-            with contextlib.suppress(FileNotFoundError):
-                entry = self._opened(file, opener)
-        return None if entry is None else self._kept(file, entry)
+        with contextlib.suppress(FileNotFoundError):
+            if entry := self._open.get(file) or self._opened(file, opener):
+                return self._kept(file, entry)
+        return None
 
     def path_of(self, file: CacheEntry) -> Path:
         """Return the path of the file that has a shard, or a part of one."""

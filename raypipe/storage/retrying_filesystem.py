@@ -180,17 +180,6 @@ class RetryingInput(RangeInput):
         count("read", bytes=len(data))
         return data
 
-    def read_into(self, buffer: memoryview, start: int) -> int:
-        """Read bytes from an offset on into a buffer; return how many, fewer at the end.
-
-        After an error the buffer may still be filled.
-        """
-        num_bytes: int = self._call(
-            "read", lambda file: file.get_stream(start, len(buffer)).readinto(buffer)
-        )
-        count("read", bytes=num_bytes)
-        return num_bytes
-
     def close(self) -> None:
         if not self.closed and (file := self._opened[1]):
             file.close()

@@ -175,9 +175,8 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
     """Raise StoreError unless the names show exactly the files of one split, or no split at all."""
     splits: dict[str, list[str]] = {}
     for name in sorted(names):
-        if match := PART_OF.match(name):
-            splits.setdefault(match["split"], []).append(name)
-        elif split := split_of(name)[0]:
+        match = PART_OF.match(name)
+        if split := match["split"] if match else split_of(name)[0]:
             splits.setdefault(split, []).append(name)
     if len(splits) > 1:
         listed = ", ".join(

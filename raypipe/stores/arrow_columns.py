@@ -15,8 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
-from raypipe.stores.base import NAME, by_part, stored_names
+from raypipe.stores.arrow_values import (
+    array_of,
+    is_bytes,
+    is_list,
+    is_number,
+)
+from raypipe.stores.base import NAME, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
 
@@ -200,20 +205,11 @@ def chunked_taker(
     column: pa.ChunkedArray,
 ) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes rows of a column of images, as views; None for nulls."""
-    takers = list(map(image_taker, column.chunks))
-    if len(takers) == 1:
-        return takers[0]
-    bounds = np.cumsum([0, *map(len, column.chunks)])
-
-    def take(rows: np.ndarray) -> list[memoryview | None]:
-        images: list[memoryview | None] = [None] * len(rows)
-        for number, positions in by_part(rows, bounds):
-            chunk_images = takers[number](rows[positions] - bounds[number])
-            for position, image in zip(positions.tolist(), chunk_images, strict=True):
-                images[position] = image
-        return images
-
-    return take
+    if column.num_chunks == 1:
+        return image_taker(column.chunk(0))
+    if not pa.types.is_dictionary(column.type):
+        column = column.cast(pa.large_binary())  # all of them may exceed 2 GiB
+    return image_taker(column.combine_chunks())
 
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:

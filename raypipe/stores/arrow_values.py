@@ -194,12 +194,6 @@ def _num_bytes_of(values: pa.Array | None) -> int:
 # Tables
 
 
-def no_rows(fields: list[pa.Field]) -> pa.Table:
-    """Return a table without rows."""
-    columns = [pa.chunked_array([], field.type) for field in fields]
-    return pa.table(columns, schema=pa.schema(fields))
-
-
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.ChunkedArray:
     """Return rows, int64 (n,), of a column."""
     try:
@@ -210,17 +204,3 @@ def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.ChunkedArray:
             chunk for row in rows.tolist() for chunk in column.slice(row, 1).chunks
         ]
         return pa.chunked_array(chunks, column.type)
-
-
-def in_order(tables: list[pa.Table], positions: list[np.ndarray]) -> pa.Table:
-    """Return the rows of several tables, at least one, as one table.
-
-    Args:
-        positions: of each table, int64 (n,), where its rows are in the result.
-    """
-    table = pa.concat_tables(tables)
-    rows = np.argsort(np.concatenate(positions), kind="stable")
-    if np.array_equal(rows, np.arange(table.num_rows)):
-        return table
-    columns = [take(column, rows) for column in table.columns]
-    return pa.table(columns, schema=table.schema)

@@ -7,6 +7,7 @@ options, so it can be sent to any actor. Importing a store imports neither Ray n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -438,6 +439,59 @@ def by_part(
     ends = np.searchsorted(indices[order], bounds)
     for number in np.flatnonzero(np.diff(ends)).tolist():
         yield number, order[ends[number] : ends[number + 1]]
+
+
+def gathered(
+    indices: np.ndarray,
+    bounds: np.ndarray,
+    schema: pa.Schema,
+    columns: tuple[str, ...],
+    read: Callable[[int, np.ndarray], Mapping[str, Any]],
+) -> tuple[list[Any] | None, dict[str, pa.ChunkedArray]]:
+    """Return the images, and the other columns, of samples of several parts, each of which is read once.
+
+    Args:
+        bounds: see `part_of`.
+        schema: the columns of all parts.
+        columns: names of those to read.
+        read: number of a part, rows in it, ascending → a list of images; the others as NumPy or Arrow have them.
+    """
+    parts: dict[str, list[Any]] = {name: [] for name in columns}
+    positions_of = [np.empty(0, np.int64)]
+    for number, positions in by_part(indices, bounds):
+        found = read(number, indices[positions] - bounds[number])
+        for name, values in found.items():
+            parts[name].append(values)
+        positions_of.append(positions)
+    order = np.argsort(np.concatenate(positions_of), kind="stable")
+    images = None
+    if "image" in parts:
+        every = list(itertools.chain.from_iterable(parts.pop("image")))
+        images = [every[row] for row in order.tolist()]
+    gathered = {
+        name: _joined(schema.field(name).type, values, order)
+        for name, values in parts.items()
+    }
+    return images, gathered
+
+
+def _joined(kind: pa.DataType, parts: list[Any], order: np.ndarray) -> pa.ChunkedArray:
+    """Return the values of several parts as one column, in an order, int64 (n,)."""
+    import pyarrow as pa  # importing it takes time
+
+    from raypipe.stores.arrow_values import take, to_arrow
+
+    if parts and all(isinstance(part, np.ndarray) for part in parts):
+        return pa.chunked_array([to_arrow(np.concatenate(parts)[order])])
+    chunks = list[pa.Array]()
+    for part in parts:
+        if isinstance(part, pa.ChunkedArray):
+            chunks += part.chunks
+        else:
+            chunks.append(to_arrow(part) if isinstance(part, np.ndarray) else part)
+    if not chunks:
+        return pa.chunked_array([], kind)
+    return take(pa.chunked_array(chunks), order)
 
 
 def join_fingerprints(parts: Sequence[str]) -> str:

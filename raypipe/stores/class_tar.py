@@ -5,29 +5,21 @@ The rules are those of a folder, see `raypipe.stores.class_folders`.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.addresses import is_left_out
-from raypipe.stores.base import (
-    ARRAY_SUFFIX,
-    IMAGE_SUFFIXES,
-    hash_of_facts,
-    join_fingerprints,
-)
 from raypipe.stores.class_folders import (
     LeftOut,
     TreeSample,
     check_classes,
     find_classes,
-    suffix_of,
 )
-from raypipe.stores.memory_tree import Link, MemoryTree, Node, Special, TreeFile
+from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
 from raypipe.stores.webdataset import (
+    MISSING,
     Indexed,
     Scan,
     as_names,
@@ -38,19 +30,16 @@ from raypipe.stores.webdataset import (
 _LINK = "-> "
 
 
-def find_files(
-    name: str, members: Sequence[tuple[str, Node]], tree: MemoryTree
-) -> Scan | None:
+def find_files(name: str, tree: MemoryTree) -> Scan | None:
     """Return the files of a tar of class folders; None if no folder has images or arrays.
 
     Args:
         name: name of the tar, for errors.
-        members: names and nodes, in the tar's order. The last of equal names counts.
-        tree: the same as a tree; a file's value is position, num_bytes and mtime.
+        tree: its members; a file's value is its `Place`.
 
     Returns:
-        `keys` and `places` of all files; `others`, path → None for a folder, and words for links and special
-        members; and `digest`, a hash over the samples' names, sizes and modification times.
+        `keys` and `places` of all files; and `others`, path → None for a folder, and words for links and special
+        members.
     """
     if not any(map(any, find_classes([tree], name).samples)):
         return None
@@ -58,7 +47,7 @@ def find_files(
     others: dict[str, str | None] = {}
     for path, node in tree.nodes():
         if isinstance(node, TreeFile):
-            files[path] = node.value[:2]
+            files[path] = node.value
         elif isinstance(node, Link):
             others[path] = _LINK + node.target
         else:
@@ -68,36 +57,7 @@ def find_files(
         "places": {"": np.array(list(files.values()), np.int64)},
         "others": others,
         "left_out": LeftOut(),
-        "digest": _hash_of(dict(members)),
     }
-
-
-def _hash_of(members: Mapping[str, Node]) -> str:
-    """Return a hash over the names, sizes and modification times of the samples, and over all links."""
-    files = {
-        path: node.value
-        for path, node in members.items()
-        if isinstance(node, TreeFile) and _may_count(path)
-    }
-    images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
-    samples = images or [path for path in files if suffix_of(path) == ARRAY_SUFFIX]
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(samples, key=lambda path: path.split("/")):
-        _, num_bytes, mtime = files[path]
-        digest.update(
-            f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape")
-        )
-    links = {
-        path: node.target for path, node in members.items() if isinstance(node, Link)
-    }
-    for path, target in sorted(links.items()):
-        digest.update(f"{path}\0->{target}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _may_count(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) > 1 and not any(map(is_left_out, parts))
 
 
 def index_tars(
@@ -122,25 +82,12 @@ def index_tars(
         )
     layout = find_classes(list(map(_tree_of, scans)), names[0])
     told = check_classes(names[0], target_column, layout)
-    views = list(map(_view_of, layout.samples))
-    are_plain = [
-        paths == sorted(paths, key=lambda path: path.split("/"))
-        for paths in (as_names(view["keys"]) for view in views)
+    views = [
+        {**scan, **_view_of(samples)}
+        for scan, samples in zip(scans, layout.samples, strict=True)
     ]
-    views = [{**scan, **view} for scan, view in zip(scans, views, strict=True)]
-    indexed = index_samples(names, views)
-    fingerprint = indexed.fingerprint
-    if not all(are_plain) or not all(layout.nums.values()):
-        # the tars' own digests do not show these
-        facts = hash_of_facts((layout.classes, are_plain))
-        digests = [scan["digest"] for scan in scans]
-        fingerprint = join_fingerprints([*digests, facts])
-    return indexed._replace(
-        classes=layout.classes,
-        left_out=indexed.left_out + layout.left_out,
-        fingerprint=fingerprint,
-        told=told,
-    )
+    indexed = index_samples(names, views, layout.classes)
+    return indexed._replace(left_out=indexed.left_out + layout.left_out, told=told)
 
 
 def _view_of(by_class: Sequence[Sequence[TreeSample]]) -> Scan:
@@ -150,14 +97,14 @@ def _view_of(by_class: Sequence[Sequence[TreeSample]]) -> Scan:
     places = np.array([place for _, place in files], np.int64)
     return {
         "keys": as_texts(path for path, _ in files),
-        "places": {"": places.reshape(-1, 2)},
+        "places": {"": places.reshape(-1, 3)},
         "labels": np.repeat(np.arange(len(nums)), nums).tolist(),
     }
 
 
 def _tree_of(scan: Scan) -> MemoryTree:
     """Return the tree of the files that `find_files` found."""
-    tree = MemoryTree(missing=(-1, -1))
+    tree = MemoryTree(MISSING)
     for path, words in scan["others"].items():
         if words is None:
             tree.add(path, None)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
-import zlib
 from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +41,7 @@ from raypipe.stores.class_folders import (
     tell_left_out,
     words_of,
 )
-from raypipe.stores.image_files import read_files, written_at
+from raypipe.stores.image_files import FileFacts, read_files, written_at
 from raypipe.stores.memory_tree import MemoryTree, TreeFile
 from raypipe.stores.tables import ListedFiles, as_table
 
@@ -95,14 +91,8 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
             return _Images(self.address, *self._samples(_Disk(self.address)))
         if self._listing is None:
             tree, version = _list_objects(self.address)
-            classes, nums, files = self._samples(tree)
-            listed = json.dumps([classes, nums, *zip(*files, strict=True)])
-            self._listing = zlib.compress(listed.encode()), version
-        packed, version = self._listing
-        names, nums, *facts = json.loads(zlib.decompress(packed))
-        classes = names and tuple(names)
-        files = list(zip(*facts, strict=True))
-        return _Images(self.address, classes, nums, files, version)
+            self._listing = *self._samples(tree), version
+        return _Images(self.address, *self._listing)
 
     def _samples(
         self, tree: FileTree
@@ -144,7 +134,7 @@ def _nothing(address: str, layout: Layout) -> str:
     )
 
 
-class _Images:
+class _Images(FileFacts):
     """Contents of a folder: class names, and each sample's path from the root, size and label."""
 
     groups = None
@@ -167,36 +157,21 @@ class _Images:
         self._labels = np.repeat(np.arange(len(num)), num)
         self._paths = [path for path, _ in files]
         self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
+        self.identity = hash_of_facts((classes, self._paths))
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    @cached_property
-    def identity(self) -> str:
-        """The hash of classes and paths, for which no file is looked at; see `FileStore`."""
-        return hash_of_facts((self.classes, self._paths))
-
-    @property
-    def fingerprint(self) -> str:
-        return self._hashes[0]
+    def look(self) -> list[tuple[int, ...]]:
+        """Look at all local files; remote ones were listed."""
+        if self._version:
+            return [(size,) for size in self._sizes.tolist()]
+        return [written_at(f"{self._root}/{path}") for path in self._paths]
 
     @property
     def written(self) -> str:
         """See `FileStore.written`."""
-        return self._version or self._hashes[1]
-
-    @cached_property
-    def _hashes(self) -> tuple[str, str]:
-        """The fingerprint, and a hash of what changes when files are written; each file is looked at once."""
-        contents = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
-        written = hashlib.blake2b(digest_size=16)
-        for path, size in zip(self._paths, self._sizes.tolist(), strict=True):
-            if not self._version:
-                facts = written_at(f"{self._root}/{path}")
-                size = facts[0]
-                written.update(repr(facts).encode())
-            contents.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
-        return contents.hexdigest(), written.hexdigest()
+        return self._version or super().written
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         images = None
@@ -261,17 +236,15 @@ def _list_objects(address: str) -> tuple[MemoryTree, str]:
     infos = list[pyarrow.fs.FileInfo]()
     with errors_as(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
-        top = root
         folders = [root]
         while len(folders) == 1:  # a folder around the classes, such as train/
-            (top,) = folders
-            of_top = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
+            of_top = filesystem.get_file_info(pyarrow.fs.FileSelector(folders[0]))
             infos += of_top
-            is_folder = (
-                info for info in of_top if info.type == pyarrow.fs.FileType.Directory
-            )
             folders = [
-                info.path for info in is_folder if not is_left_out(info.base_name)
+                info.path
+                for info in of_top
+                if info.type == pyarrow.fs.FileType.Directory
+                and not is_left_out(info.base_name)
             ]
         for below in in_threads(lambda folder: _objects(filesystem, folder), folders):
             infos += below

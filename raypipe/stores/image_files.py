@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import errors_as, is_remote, open_filesystem
 from raypipe.storage.local_file import open_regular, written_facts
 from raypipe.storage.retries import in_threads
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, hash_of_facts
 
 
 def read_files(
@@ -65,3 +67,30 @@ def written_at(path: str) -> tuple[int, ...]:
         return written_facts(os.stat(path))  # noqa: PTH116  a Path takes three times as long
     except OSError:
         return (-1,)
+
+
+class FileFacts(ABC):
+    """Facts about the image files of a store: what tells them from others, and what changes when they are written.
+
+    Attributes:
+        identity: a hash of what is known without a look at any file.
+    """
+
+    identity: str
+
+    @abstractmethod
+    def look(self) -> list[tuple[int, ...]]:
+        """Return `written_at` of the files."""
+
+    @cached_property
+    def _looked_at(self) -> list[tuple[int, ...]]:
+        return self.look()
+
+    @property
+    def fingerprint(self) -> str:
+        return hash_of_facts((self.identity, [facts[0] for facts in self._looked_at]))
+
+    @property
+    def written(self) -> str:
+        """See `FileStore.written`."""
+        return hash_of_facts(self._looked_at)

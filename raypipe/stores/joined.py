@@ -12,8 +12,6 @@ from raypipe.errors import StoreError
 from raypipe.stores.arrow_values import (
     array_of,
     array_type,
-    in_order,
-    no_rows,
     to_arrow,
     to_values,
 )
@@ -23,6 +21,7 @@ from raypipe.stores.base import (
     by_part,
     check_columns,
     check_indices,
+    gathered,
     is_at_hand,
     join_fingerprints,
     keeps_groups,
@@ -101,29 +100,24 @@ class JoinedStore:
     ) -> Columns:
         """Read samples, see `Store.read`, with one read of each store."""
         rows = check_indices(indices, len(self), self.address)
-        for store in self.parts.values():
-            check_columns(columns, store.schema.names, store.address)
         stores = list(self.parts.values())
-        parts = list(by_part(rows, self.offsets))
-        if len(parts) == 1 and len(stores) == 1:
+        for store in stores:
+            check_columns(columns, store.schema.names, store.address)
+        if len(stores) == 1:
             return stores[0].read(rows, columns)
-        images: list[bytes | memoryview | None] = [None] * len(rows)
         schema = self.schema
-        names = [name for name in columns if name != "image"]
-        fields = pa.schema([schema.field(name) for name in names])
-        tables = [no_rows(list(fields))]
-        positions_of = [np.empty(0, np.int64)]
-        for number, positions in parts:
-            read = stores[number].read(rows[positions] - self.offsets[number], columns)
-            if read.images is not None:
-                for position, image in zip(
-                    positions.tolist(), read.images, strict=True
-                ):
-                    images[position] = image
-            tables.append(_cast(read.table, fields))
-            positions_of.append(positions)
-        table = in_order(tables, positions_of)
-        return Columns(images if "image" in columns else None, table)
+
+        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+            found = stores[number].read(rows, columns)
+            return {
+                name: found.images
+                if name == "image"
+                else _cast_column(name, found.table[name], schema.field(name).type)
+                for name in columns
+            }
+
+        images, found = gathered(rows, self.offsets, schema, columns, read)
+        return Columns(images, pa.table(found))
 
     def sample_name(self, index: int) -> str:
         """Return the name of a sample's source, its index there, and the store's name for it."""
@@ -165,16 +159,8 @@ def _common_type(kinds: list[pa.DataType]) -> pa.DataType:
     return array_type(np.result_type(*dtypes), shapes.pop())
 
 
-def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return a store's columns with the types of all; raise StoreError if a value would change."""
-    columns = [
-        _cast_column(name, column, schema.field(name).type)
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    ]
-    return pa.table(columns, schema=schema)
-
-
 def _cast_column(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> Any:
+    """Return a store's column with the type of all; raise StoreError if a value would change."""
     if column.type == kind:
         return column
     ours = array_of(column.type)

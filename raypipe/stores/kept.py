@@ -1,6 +1,6 @@
 """Lists that a node keeps of large files: one process makes each, and all processes of the node map it.
 
-RAYPIPE_CACHE/FOLDER/HASH.arrow   an Arrow stream of one batch, whose schema has other facts as JSON
+RAYPIPE_CACHE/FOLDER/HASH.arrow   an Arrow stream of one batch, whose schema has [names of columns, facts] as JSON
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import DAMAGE
 from raypipe.storage.files import write_bytes
 from raypipe.storage.local_file import locked, make_cache_folder
+from raypipe.stores.arrow_values import array_of, numbers_in, to_arrow
 from raypipe.stores.base import hash_of_facts
 
 T = TypeVar("T")
@@ -26,20 +28,33 @@ UNUSABLE = (*DAMAGE, OSError)
 _FACTS = b"raypipe"  # in the schema's metadata
 
 
-def table_bytes(columns: Mapping[str, pa.Array], facts: Mapping[str, Any]) -> bytes:
-    """Return columns and facts, JSON values, as one stream."""
-    batch = pa.record_batch(dict(columns), metadata={_FACTS: json.dumps(facts)})
+def table_bytes(
+    columns: Mapping[str, np.ndarray | pa.Array], facts: Mapping[str, Any]
+) -> bytes:
+    """Return columns, whose names may be any texts, and facts, JSON values, as one stream."""
+    arrays = [
+        to_arrow(column) if isinstance(column, np.ndarray) else column
+        for column in columns.values()
+    ]
+    about = json.dumps([list(columns), facts])
+    numbers = list(map(str, range(len(arrays))))
+    batch = pa.record_batch(arrays, numbers, metadata={_FACTS: about})
     target = pa.BufferOutputStream()
     with pa.ipc.new_stream(target, batch.schema) as stream:
         stream.write_batch(batch)
     return bytes(target.getvalue())
 
 
-def table_of(content: pa.Buffer) -> tuple[pa.RecordBatch, Any]:
-    """Return the columns and the facts of a stream; raise one of `UNUSABLE` for damage."""
+def table_of(content: pa.Buffer) -> tuple[dict[str, Any], Any]:
+    """Return the columns, numbers as views, and the facts of a stream; raise one of `UNUSABLE` for damage."""
     batch = pa.ipc.open_stream(content).read_next_batch()
     batch.validate(full=True)
-    return batch, json.loads(batch.schema.metadata[_FACTS])
+    names, facts = json.loads(batch.schema.metadata[_FACTS])
+    columns = {
+        name: numbers_in(column) if array_of(column.type) else column
+        for name, column in zip(names, batch.columns, strict=True)
+    }
+    return columns, facts
 
 
 def path_of(folder: str, *facts: object) -> Path | None:

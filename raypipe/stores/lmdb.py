@@ -34,14 +34,14 @@ from raypipe.stores.addresses import (
     list_files,
     names_at,
 )
-from raypipe.stores.arrow_values import to_arrow
+from raypipe.stores.arrow_columns import TableColumns
+from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import (
     Columns,
     FileStore,
-    by_part,
+    gathered,
     join_fingerprints,
     part_of,
-    stored_names,
 )
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
 from raypipe.stores.lmdb_foreign import (
@@ -56,10 +56,8 @@ from raypipe.stores.record import (
     Metadata,
     RecordLayout,
     arrow_column,
-    arrow_type,
+    schema_of,
 )
-
-_ORDER = {"image": 0, "label": 1}
 
 
 class LMDBStore(FileStore["_Shards | ForeignShards"]):
@@ -101,7 +99,7 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
                 f"{foreign[0].address} is LMDB from another program, and {opened[0].path} is raypipe's: a store "
                 "has one kind, so put them into two folders"
             )
-        return _Shards(opened, target_column or "label")
+        return _Shards(opened, target_column)
 
     def close(self) -> None:
         super().close()
@@ -157,112 +155,69 @@ class _Shard(Shard):
     metadata: Metadata
 
 
-class _Shards(Shards[_Shard]):
+class _Shards(Shards[_Shard], TableColumns):
     """The shards of an open store."""
 
     def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
-        super().__init__(shards, [shard.metadata.count for shard in shards])
-        first = shards[0].metadata
-        self._types = first.types
-        self.classes = first.classes
-        self._stored = stored_names(
-            shards[0].path, first.types, {"label": target_column}
-        )
-        self._stored = dict(
-            sorted(self._stored.items(), key=lambda names: _ORDER.get(names[0], 2))
-        )
+        Shards.__init__(self, shards, [shard.metadata.count for shard in shards])
+        schemas = [
+            (shard.path, schema_of(shard.metadata.types, shard.metadata.classes))
+            for shard in shards
+        ]
+        TableColumns.__init__(self, schemas, "image", target_column)
+        if target_column in ("", "label"):  # also of labels that are arrays
+            self.classes = shards[0].metadata.classes
         # Only damaged records lack a number.
         self.schema = pa.schema(
-            [_field(name, first.types[column]) for name, column in self._stored.items()]
+            [field.with_nullable(not is_number(field.type)) for field in self.schema]
         )
-        label = first.types.get(target_column, "int64")
-        if label in ("string", "binary"):
-            raise StoreError(
-                f"{shards[0].path}, column {target_column!r} has type {label}; labels must be numbers or arrays: "
-                f"set target_column to one of {', '.join(first.types)}, or give it to `raypipe convert`, which "
-                "makes arrays of lists"
-            )
-        if target_column != "label":
-            self.classes = None  # the class names belong to `label`
-        for shard in shards:
-            if (shard.metadata.types, shard.metadata.classes) != (
-                self._types,
-                first.classes,
-            ):
-                raise StoreError(
-                    f"{shard.path} and {shards[0].path} differ in columns or classes; "
-                    "all shards of one store must have the same"
-                )
-        self._layout = RecordLayout(first.types)
+        self._layout = RecordLayout(shards[0].metadata.types)
         self.fingerprint = join_fingerprints(
             [shard.metadata.fingerprint for shard in shards]
         )
-        if target_column != "label":  # other labels make other contents
+        if target_column not in ("", "label"):  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        names = dict.fromkeys(self._stored[name] for name in columns)
-        values = {name: _empty(self._types[name], len(indices)) for name in names}
-        is_missing = np.zeros(len(indices), bool)
-        for number, positions in by_part(indices, self.offsets):
-            keys = indices[positions] - self.offsets[number]
-            unread = self._read_into(values, self.shards[number], positions, keys)
-            is_missing[positions] = unread
-        images = None
-        arrays = {}
-        for name in columns:
-            stored = self._stored[name]
-            if name == "image":
-                images = values[stored].tolist()
-            elif values[stored].dtype != object:
-                arrays[name] = to_arrow(values[stored], is_missing)
-            else:
-                arrays[name] = arrow_column(self._types[stored], list(values[stored]))
-        return Columns(images, pa.table(arrays))
+        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+            return self._read(self.shards[number], rows, columns)
 
-    def _read_into(
-        self,
-        values: dict[str, np.ndarray],
-        shard: _Shard,
-        positions: np.ndarray,
-        keys: np.ndarray,
-    ) -> np.ndarray:
-        """Read a file's samples into columns; return which of them are missing or damaged, bool (n,)."""
+        images, found = gathered(indices, self.offsets, self.schema, columns, read)
+        return Columns(images, pa.table(found))
+
+    def _read(
+        self, shard: _Shard, keys: np.ndarray, columns: Sequence[str]
+    ) -> dict[str, Any]:
+        """Read a file's samples; those that are missing or damaged have no values."""
         file = shard.open()
-        fixed, variable, done = file.records(keys, self._layout.native(values))
-        if done.any():
-            found = self._layout.columns(fixed, variable, values)
-            for name, column in found.items():
-                if not isinstance(column, np.ndarray):
-                    column = np.fromiter(column, object, len(column))
-                values[name][positions] = column
-        are_missing = np.zeros(len(keys), bool)
+        stored = {name: self.fields[name].name for name in columns}
+        wanted = set(stored.values())
+        fixed, variable, done = file.records(keys, self._layout.native(wanted))
+        values = self._layout.columns(fixed, variable, wanted)
+        is_missing = ~done
         with errors_as(StoreError, f"{shard.path} cannot be read"):
             for number in np.flatnonzero(~done).tolist():
                 record = None
                 # a damaged place in the file is one bad sample
                 with contextlib.suppress(StoreError):
                     record = file.get(KEY.pack(int(keys[number])))
-                row = self._layout.unpack(record, values) if record is not None else {}
-                are_missing[number] = not row
+                row = self._layout.unpack(record, wanted) if record is not None else {}
+                is_missing[number] = not row
                 for name, value in row.items():
-                    values[name][positions[number]] = value
-        return are_missing
+                    values[name][number] = value
+        are_numbers = not is_missing.any()
+        found = dict[str, Any]()
+        for name, column in stored.items():
+            found[name] = values[column]
+            is_done = are_numbers and isinstance(found[name], np.ndarray)
+            if name != "image" and not is_done:
+                kind = self._layout.types[column]
+                found[name] = arrow_column(kind, found[name], is_missing)
+        return found
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self.offsets, index)
         return f"{self.shards[number].path}, key {within}"
-
-
-def _field(name: str, kind: str) -> pa.Field:
-    return pa.field(name, arrow_type(kind), nullable=kind not in ("int64", "float64"))
-
-
-def _empty(kind: str, num: int) -> np.ndarray:
-    """Return a column without values yet."""
-    if kind in ("int64", "float64"):
-        return np.zeros(num, kind)
-    return np.full(num, None, object)
 
 
 def _shard(file: LMDBFile) -> _Shard | None:

@@ -123,7 +123,10 @@ class _Reader:
     def records(
         self, keys: np.ndarray, layout: RecordsLayout
     ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        return b"", [], np.zeros(len(keys), bool)
+        num_fixed, are_requested = layout
+        missing: list[bytes | None] = [None] * len(keys)
+        variable = [missing for is_requested in are_requested if is_requested]
+        return bytes(8 * num_fixed * len(keys)), variable, np.zeros(len(keys), bool)
 
 
 S = TypeVar("S", bound="Shard")
@@ -190,9 +193,9 @@ class LMDBFile:
             layout: the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0.
 
         Returns:
-            The fixed columns, 8 bytes each; for each requested variable column a list of n values, None for a
-            missing value; and bool (n,), whether each record was read. Callers use `get` for the others: all of
-            them, if there is no extension.
+            The fixed columns, 8 bytes each, of n records; for each requested variable column a list of n values,
+            None for a missing value; and bool (n,), whether each record was read. Callers use `get` for the
+            others: all of them, if there is no extension.
         """
         return self._reader.records(keys, layout)
 

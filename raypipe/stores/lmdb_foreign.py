@@ -7,7 +7,6 @@ the labels are text; and `key`. A value that is damaged, or cannot be parsed, is
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
@@ -24,7 +24,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.stores.base import (
     Columns,
     as_text,
-    by_part,
+    gathered,
     hash_of_facts,
     join_fingerprints,
     missing,
@@ -108,8 +108,7 @@ class ForeignShards(Shards[_Shard]):
                     f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
-        self.classes, labels = _labels_of(shards)
-        self._labels = _joined(labels)
+        self._labels, self.classes = _labels_of(shards)
         label_type = "int64" if self._labels is not None else first.label_type
         self._is_scene_text = first.layout == "scene-text"
         fields = {"image": pa.binary()}
@@ -129,29 +128,36 @@ class ForeignShards(Shards[_Shard]):
         )
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        values: dict[str, Any] = {name: [None] * len(indices) for name in columns}
-        by_value = set(columns)
-        if "label" in columns and self._labels is not None:
-            values["label"] = self._labels[indices]
-            by_value.remove("label")
-        for number, positions in by_part(indices, self.offsets) if by_value else ():
-            shard = self.shards[number]
-            file = shard.open()
-            rows = pa.array(indices[positions] - self.offsets[number])
-            keys = shard.listing.keys.take(rows).to_pylist()
-            with errors_as(StoreError, f"{shard.path} cannot be read"):
-                for position, key in zip(positions.tolist(), keys, strict=True):
-                    # a damaged value, or place in the file, is a bad sample
-                    with contextlib.suppress(StoreError, ValueError):
-                        sample = self._sample(file, shard.listing.value, key, by_value)
-                        for name in by_value:
-                            values[name][position] = sample.get(name)
-        images = values.pop("image", None)
-        if "label" in by_value:
-            label_type = self.schema.field("label").type
-            values["label"] = _labels_as(label_type, values["label"])
-        fields = [self.schema.field(name) for name in values]
-        return Columns(images, pa.table(values, schema=pa.schema(fields)))
+        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+            values: dict[str, Any] = {}
+            if "label" in columns and self._labels is not None:
+                values["label"] = self._labels[rows + self.offsets[number]]
+            by_value = set(columns) - values.keys()
+            if by_value:
+                values |= self._values(self.shards[number], rows, by_value)
+            return values
+
+        images, found = gathered(indices, self.offsets, self.schema, columns, read)
+        return Columns(images, pa.table(found))
+
+    def _values(
+        self, shard: _Shard, rows: np.ndarray, columns: Collection[str]
+    ) -> dict[str, Any]:
+        """Return the values of columns that are in a file, or are its keys."""
+        keys = shard.listing.keys.take(pa.array(rows)).to_pylist()
+        values: dict[str, Any] = {name: [None] * len(rows) for name in columns}
+        file = shard.open()
+        with errors_as(StoreError, f"{shard.path} cannot be read"):
+            for row, key in enumerate(keys):
+                # a damaged value, or place in the file, is a bad sample
+                with contextlib.suppress(StoreError, ValueError):
+                    sample = self._sample(file, shard.listing.value, key, columns)
+                    for name in columns:
+                        values[name][row] = sample.get(name)
+        for name in columns:
+            if name != "image":
+                values[name] = _as_arrow(self.schema.field(name).type, values[name])
+        return values
 
     def _sample(
         self,
@@ -189,43 +195,32 @@ class ForeignShards(Shards[_Shard]):
 
 def _labels_of(
     shards: Sequence[_Shard],
-) -> tuple[tuple[str, ...] | None, list[np.ndarray | None]]:
-    """Return class names, and each shard's labels that are known without reading values."""
+) -> tuple[np.ndarray | None, tuple[str, ...] | None]:
+    """Return the labels that are known without reading values, (N,), and the names of classes."""
     listings = [shard.listing for shard in shards]
-    if all(listing.classes is not None for listing in listings):
-        every = (listing.classes or () for listing in listings)
-        classes = tuple(sorted(set(itertools.chain(*every))))
-        return classes, [_renumbered(listing, classes) for listing in listings]
-    if len(shards) > 1 and not any(listing.label_type for listing in listings):
+    labels = [listing.labels for listing in listings if listing.labels is not None]
+    if not any(listing.label_type for listing in listings):
         names = [
             CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
         ]
-        classes_of_lsun = [name["name"] for name in names if name is not None]
-        if (
-            len(classes_of_lsun) == len(set(classes_of_lsun)) == len(shards)
-            and listings[0].layout == "image"
-        ):
-            sizes = [len(listing.keys) for listing in listings]
-            return tuple(classes_of_lsun), [
-                np.full(size, number) for number, size in enumerate(sizes)
+        classes_of_lsun = {name["name"] for name in names if name is not None}
+        if len(classes_of_lsun) == len(shards) > 1 and listings[0].layout == "image":
+            labels = [
+                pa.array([name["name"]] * len(listing.keys)).dictionary_encode()
+                for name, listing in zip(names, listings, strict=True)
+                if name is not None
             ]
-    return None, [listing.labels for listing in listings]
-
-
-def _joined(labels: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return the labels of all files, if they are known without reading values."""
-    known = [of_file for of_file in labels if of_file is not None]
-    if len(known) == 1:  # a mapped file stays one
-        return known[0]
-    return np.concatenate(known) if known else None
-
-
-def _renumbered(listing: Listing, classes: tuple[str, ...]) -> np.ndarray | None:
-    """Return a file's labels, as numbers of the store's classes."""
-    if listing.labels is None or listing.classes == classes:
-        return listing.labels
-    rank = {name: number for number, name in enumerate(classes)}
-    return np.array([rank[name] for name in listing.classes or ()])[listing.labels]
+    if not labels:
+        return None, None
+    known = labels[0]
+    if len(labels) > 1:  # a mapped file stays one
+        known = pa.chunked_array(labels).unify_dictionaries().combine_chunks()
+    if not isinstance(known, pa.DictionaryArray):
+        return known.to_numpy(), None
+    classes = sorted(known.dictionary.to_pylist())
+    numbers = pc.index_in(known.dictionary, pa.array(classes))
+    labels_of_all = numbers.take(known.indices).cast(pa.int64())
+    return labels_of_all.to_numpy(), tuple(classes)
 
 
 def _arrow_type(label_type: str) -> pa.DataType:
@@ -234,13 +229,12 @@ def _arrow_type(label_type: str) -> pa.DataType:
     return arrow_type(label_type)
 
 
-def _labels_as(kind: pa.DataType, labels: list[Any]) -> pa.Array:
-    """Return labels as Arrow; those that are missing, or of another type, have no value."""
+def _as_arrow(kind: pa.DataType, values: list[Any]) -> pa.Array:
+    """Return values as Arrow; those that are missing, or of another type, have none."""
     try:
-        return pa.array(labels, kind)
+        return pa.array(values, kind)
     except _NO_LABEL:
-        fitting = [label if _fits(kind, label) else None for label in labels]
-        return pa.array(fitting, kind)
+        return pa.array([each if _fits(kind, each) else None for each in values], kind)
 
 
 def _fits(kind: pa.DataType, label: Any) -> bool:

@@ -1,9 +1,12 @@
-"""Keys of an LMDB file that another program wrote, and the labels that belong to them by name."""
+"""Keys of an LMDB file that another program wrote, and the labels that belong to them by name.
+
+Labels are an array of int64, or of names of classes: dictionary-encoded, with all classes in order.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -19,21 +22,15 @@ _MAX_LIST_BYTES = 1 << 30  # a list of ten million keys of 100 bytes
 _NAME = r"(^|/)[^/]*$"  # the last part of a key
 
 
-@dataclass(frozen=True)
-class Labels:
-    """Labels of a file's samples: int64 (n,), None if there are none; class names, position = label."""
-
-    numbers: np.ndarray | None = None
-    classes: tuple[str, ...] | None = None
-
-
 def rows_of(keys: pa.LargeBinaryArray, wanted: Sequence[bytes]) -> np.ndarray:
     """Return the row of each wanted key, int64 (n,), -1 for one that is not there."""
     rows = pc.index_in(pa.array(wanted, pa.large_binary()), value_set=keys)
     return rows.fill_null(-1).to_numpy().astype(np.int64)
 
 
-def labels_of_folders(where: str, keys: pa.LargeBinaryArray, must_have: bool) -> Labels:
+def labels_of_folders(
+    where: str, keys: pa.LargeBinaryArray, must_have: bool
+) -> pa.DictionaryArray | None:
     """Return the class of each key `class/name.jpg`: the first folder that is not around all keys.
 
     Args:
@@ -41,7 +38,7 @@ def labels_of_folders(where: str, keys: pa.LargeBinaryArray, must_have: bool) ->
     """
     folder_of_key = pc.replace_substring_regex(keys, _NAME, "").dictionary_encode()
     paths = [
-        PurePosixPath(folder.decode(errors="surrogateescape")).parts
+        PurePosixPath(folder.decode(errors="backslashreplace")).parts
         for folder in folder_of_key.dictionary.to_pylist()
     ]
     depth = 0
@@ -51,25 +48,24 @@ def labels_of_folders(where: str, keys: pa.LargeBinaryArray, must_have: bool) ->
     ):
         depth += 1
     names = [path[depth] if len(path) > depth else "" for path in paths]
-    classes = tuple(sorted(set(names)))
+    classes = sorted(set(names))
     if len(classes) < 2 or "" in classes:
         if must_have:
             raise StoreError(
                 f"{where} has keys such as {keys[0].as_py()[:64]!r}, not class/name.jpg of several classes: leave "
                 "store.target_column out, or name a list of keys and labels, such as labels.txt"
             )
-        return Labels()
+        return None
     if not must_have:
         refuse_splits(where, splits_in(classes))
-    rank = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([rank[name] for name in names], np.int64)
-    return Labels(numbers[folder_of_key.indices.to_numpy()], classes)
+    of_folder = _named(pa.array(names), classes)
+    return of_folder.take(folder_of_key.indices)
 
 
-def labels_of_list(where: str, address: str, keys: pa.LargeBinaryArray) -> Labels:
+def labels_of_list(where: str, address: str, keys: pa.LargeBinaryArray) -> pa.Array:
     """Return the labels that a list has for the keys: lines `KEY LABEL`, also with a tab or a comma between.
 
-    Labels are integers, or class names, whose classes are in the order of names. Lines of other keys are ignored.
+    Labels are integers, or names of classes. Lines of other keys are ignored.
     """
     try:
         text = read_text(address, _MAX_LIST_BYTES)
@@ -77,22 +73,26 @@ def labels_of_list(where: str, address: str, keys: pa.LargeBinaryArray) -> Label
         raise StoreError(str(error)) from error
     pairs = [_pair(line) for line in text.splitlines() if line.strip()]
     label_of = dict(pairs)
-    labels = [label_of.get(key, "") for key in keys.to_pylist()]
-    if "" in labels:
-        missing = keys[labels.index("")].as_py()
+    found = (label_of.get(key) or None for key in keys.to_pylist())
+    labels = pa.array(found, pa.string())
+    if labels.null_count:
+        missing = keys.filter(labels.is_null())[0].as_py()
         raise StoreError(
             f"{address} has {len(pairs):,} lines, and none for the key {missing[:64]!r} of {where}: each key "
             "needs a line `KEY LABEL`. Set store.target_column to another list, to 'folder' for the folders in "
             "the keys, or to '' for images without labels"
         )
-    try:
-        return Labels(np.array([int(label) for label in labels], np.int64))
-    except (ValueError, OverflowError):
-        # Classes of the whole list: other files of the store may have other keys. A first line may be a heading.
-        first = int(rows_of(keys, [pairs[0][0]])[0] < 0)
-        classes = tuple(sorted({label for _, label in pairs[first:]}))
-        rank = {name: number for number, name in enumerate(classes)}
-        return Labels(np.array([rank[label] for label in labels], np.int64), classes)
+    with contextlib.suppress(pa.ArrowInvalid):
+        return labels.cast(pa.int64())
+    # Classes of the whole list: other files of the store may have other keys. A first line may be a heading.
+    first = int(rows_of(keys, [pairs[0][0]])[0] < 0)
+    return _named(labels, sorted({label for _, label in pairs[first:]}))
+
+
+def _named(names: pa.StringArray, classes: Sequence[str]) -> pa.DictionaryArray:
+    """Return names as those of classes."""
+    every = pa.array(classes, pa.string())
+    return pa.DictionaryArray.from_arrays(pc.index_in(names, every), every)
 
 
 def _pair(line: str) -> tuple[bytes, str]:

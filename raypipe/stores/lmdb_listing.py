@@ -13,7 +13,6 @@ pickle, msgpack   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be rea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,6 @@ from raypipe.storage.retries import report_progress
 from raypipe.stores.kept import kept, path_of, table_bytes, table_of
 from raypipe.stores.lmdb_file import LMDBFile
 from raypipe.stores.lmdb_labels import (
-    Labels,
     labels_of_folders,
     labels_of_list,
     rows_of,
@@ -41,6 +39,7 @@ from raypipe.stores.lmdb_values import (
     keys_in,
     value_kind,
 )
+from raypipe.stores.record import Fingerprint
 from raypipe.stores.scan import spread
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ _ABOUT_ALL = pa.array(
     pa.large_binary(),
 )
 _NUMBER = "^[0-9]{1,18}$"
-_VERSION = 5  # the kept listings' form has this version
+_VERSION = 7  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
@@ -97,20 +96,18 @@ class Listing(NamedTuple):
     Attributes:
         layout: see above.
         keys: their keys, in the order of samples, of the type large_binary.
-        labels: int64 (n,); None if the values have the labels, or there are none.
+        labels: see `raypipe.stores.lmdb_labels`; None if the values have the labels, or there are none.
         value: places of image and label in the values; None for `image` and `scene-text`.
         label_type: "int64", "float64", "string", an array such as "float64[4]", lists of different lengths such as
-            "float64[]", or "" without labels.
-        classes: class names, position = label; None = not named.
+            "float64[]", "class" of names of classes, or "" without labels.
         fingerprint: hash over keys, lengths of values, order and labels, and the values of 64 samples.
     """
 
     layout: str
     keys: pa.LargeBinaryArray
-    labels: np.ndarray | None
+    labels: pa.Array | None
     value: ValueLayout | None
     label_type: str
-    classes: tuple[str, ...] | None
     fingerprint: str
 
 
@@ -137,22 +134,19 @@ def listing_of(
 
 
 def _packed(listing: Listing) -> bytes:
-    columns = {"key": listing.keys}
+    facts = listing._asdict()
+    columns = {"keys": facts.pop("keys")}
     if listing.labels is not None:
-        columns["label"] = pa.array(listing.labels)
-    return table_bytes(columns, listing._replace(keys=None, labels=None)._asdict())
+        columns["labels"] = facts.pop("labels")
+    return table_bytes(columns, facts)
 
 
 def _read(content: pa.Buffer) -> Listing:
-    batch, facts = table_of(content)
-    listing = Listing(**facts)
-    has_labels = "label" in batch.schema.names
-    return listing._replace(
-        keys=batch["key"],
-        labels=batch["label"].to_numpy() if has_labels else None,
-        value=listing.value and ValueLayout(*listing.value),
-        classes=listing.classes and tuple(listing.classes),
-    )
+    columns, facts = table_of(content)
+    if "labels" in columns:
+        columns["labels"] = pa.array(columns["labels"])
+    listing = Listing(**columns, **facts)
+    return listing._replace(value=listing.value and ValueLayout(*listing.value))
 
 
 # From the file
@@ -163,32 +157,25 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     keys, value_sizes = _walk(file, where, is_text)
     samples = list(_some(file, keys, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, samples)
-    value: ValueLayout | None = None
-    labels = Labels()
     if layout == "pickle" and not options.trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
+    order = _order_of(file, where, layout, keys)
+    keys = keys.take(pa.array(order))
+    value = labels = None
     if layout in ("image", "scene-text"):
         labels = _labels_of_keys(where, layout, keys, options)
-        label_type = "int64" if labels.numbers is not None else ""
+        if labels is None:
+            label_type = ""
+        else:
+            label_type = "int64" if pa.types.is_integer(labels.type) else "class"
     else:
         value, label_type = _value_layout(where, layout, samples, options.target_column)
-    order = _order_of(file, where, layout, keys)
-    facts = [
-        _hash_of(keys, value_sizes),
-        repr((layout, value, label_type, labels.classes)).encode(),
-    ]
-    numbers = labels.numbers
-    if numbers is not None:
-        facts.append(numbers.tobytes())
-    if not np.array_equal(order, np.arange(len(keys))):
-        facts.append(order.tobytes())
-        keys = keys.take(pa.array(order))
-        numbers = None if numbers is None else numbers[order]
-    contents = (content for _, content in _some(file, keys, _NUM_HASHED))
-    digest = hashlib.blake2b(b"".join((*facts, *contents)), digest_size=16)
-    return Listing(
-        layout, keys, numbers, value, label_type, labels.classes, digest.hexdigest()
-    )
+    fingerprint = Fingerprint({"layout": repr((layout, value, label_type))}, None)
+    for fact in _facts(keys, value_sizes[order], labels):
+        fingerprint.add(fact)
+    for _, content in _some(file, keys, _NUM_HASHED):
+        fingerprint.add(bytes(content))
+    return Listing(layout, keys, labels, value, label_type, fingerprint.hexdigest())
 
 
 def _is_scene_text(file: LMDBFile) -> bool:
@@ -222,25 +209,25 @@ def _walk(
         logger.info(
             "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
         )
-    last = _last_picture(file)
-    keys = [pa.array([], pa.large_binary())]
+    every = [pa.array([], pa.large_binary())]
     value_sizes = [np.empty(0, np.int64)]
     for entries in file.entries():
         report_progress()
-        if is_text:
-            are_samples = pc.and_(
-                pc.starts_with(entries.keys, "image-"),
-                pc.less_equal(entries.keys, last),
-            )
-        else:
-            are_samples = pc.invert(pc.is_in(entries.keys, value_set=_ABOUT_ALL))
-        keys.append(entries.keys.filter(are_samples))
-        value_sizes.append(entries.value_sizes[are_samples.to_numpy(False)])
-    if not any(map(len, keys)):
+        every.append(entries.keys)
+        value_sizes.append(entries.value_sizes)
+    keys = pa.concat_arrays(every)
+    if is_text:
+        are_samples = pc.and_(
+            pc.starts_with(keys, "image-"), pc.less_equal(keys, _last_picture(file))
+        )
+    else:
+        are_samples = pc.invert(pc.is_in(keys, value_set=_ABOUT_ALL))
+    samples = keys.filter(are_samples)
+    if not len(samples):
         raise StoreError(
             f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
         )
-    return pa.concat_arrays(keys), np.concatenate(value_sizes)
+    return samples, np.concatenate(value_sizes)[are_samples.to_numpy(False)]
 
 
 def _last_picture(file: LMDBFile) -> pa.Scalar:
@@ -251,18 +238,18 @@ def _last_picture(file: LMDBFile) -> pa.Scalar:
     return pa.scalar(last, pa.large_binary())
 
 
-def _hash_of(keys: pa.LargeBinaryArray, value_sizes: np.ndarray) -> bytes:
-    """Return a hash of all keys and of the lengths of all values."""
-    digest = hashlib.blake2b(digest_size=16)
-    content = b"".join(keys.to_pylist())
-    key_sizes = pc.binary_length(keys).to_numpy().astype(np.int32)
-    for num, facts in (
-        (len(content), content),
-        (len(keys), key_sizes.tobytes()),
-        (len(keys), value_sizes.astype(np.uint32).tobytes()),
-    ):
-        digest.update(num.to_bytes(8, "little") + facts)
-    return digest.digest()
+def _facts(
+    keys: pa.LargeBinaryArray, value_sizes: np.ndarray, labels: pa.Array | None
+) -> Iterator[bytes]:
+    """Yield what tells a file from others, besides its values."""
+    yield b"".join(keys.to_pylist())
+    yield pc.binary_length(keys).to_numpy().tobytes()
+    yield value_sizes.astype(np.int64).tobytes()
+    if isinstance(labels, pa.DictionaryArray):
+        yield repr(labels.dictionary.to_pylist()).encode()
+        labels = labels.indices
+    if labels is not None:
+        yield labels.to_numpy().tobytes()
 
 
 def _some(
@@ -352,10 +339,10 @@ def _listed_order(
 
 def _labels_of_keys(
     where: str, layout: str, keys: pa.LargeBinaryArray, options: Options
-) -> Labels:
+) -> pa.Array | None:
     """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
     if options.list_file:
         return labels_of_list(where, options.list_file, keys)
     if layout == "image" and options.target_column in ("label", "folder"):
         return labels_of_folders(where, keys, options.target_column == "folder")
-    return Labels()
+    return None

@@ -81,6 +81,23 @@ class NpyHeader(NamedTuple):
     begin: int
 
 
+def read_npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a .npy: shape, whether the first axis varies fastest, dtype.
+
+    Raises:
+        SampleError: its arrays have named fields.
+        Exception: it is damaged.
+    """
+    version = np.lib.format.read_magic(file)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise SampleError(f"a .npy of version {version}, for arrays with named fields")
+    return readers[version](file, max_header_size=_MAX_HEADER_BYTES)
+
+
 def npy_header(data: bytes) -> NpyHeader:
     """Return the header of a .npy of numbers.
 
@@ -90,18 +107,7 @@ def npy_header(data: bytes) -> NpyHeader:
     """
     file = io.BytesIO(data)
     try:
-        version = np.lib.format.read_magic(file)
-        readers = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        if version not in readers:
-            raise SampleError(
-                f"a .npy of version {version}, for arrays with named fields"
-            )
-        shape, fortran, dtype = readers[version](
-            file, max_header_size=_MAX_HEADER_BYTES
-        )
+        shape, fortran, dtype = read_npy_header(file)
     except SampleError:
         raise
     except Exception as error:  # the header is a Python expression, so damage raises MemoryError and other types

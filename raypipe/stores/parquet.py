@@ -27,8 +27,8 @@ from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
-from raypipe.stores.arrow_values import is_bytes, is_text, no_rows, take
-from raypipe.stores.base import Columns, FileStore, by_part, hash_of_facts, part_of
+from raypipe.stores.arrow_values import is_bytes, is_text, take
+from raypipe.stores.base import Columns, FileStore, gathered, hash_of_facts, part_of
 from raypipe.stores.tables import ListedFiles, read_tables
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -169,37 +169,29 @@ class _Groups(TableColumns):
         return int(self.groups[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        has_images = "image" in columns
-        images: list[bytes | memoryview | None] = []
-        parts: dict[str, list[Any]] = {name: [] for name in columns if name != "image"}
-        if not len(indices):
-            table = no_rows([self.schema.field(name) for name in parts])
-            return Columns(images if has_images else None, table)
-        positions_of = list[np.ndarray]()
         num_viewed = 0
-        for number, positions in by_part(indices, self.groups):
+
+        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+            nonlocal num_viewed
             group = self._columns(number, columns)
-            rows = indices[positions] - self.groups[number]
-            positions_of.append(positions)
-            if has_images:
-                opened = group["image"]
-                views = opened.images(rows)
-                num_viewed += opened.num_bytes
+            image = group.pop("image", None)
+            found: dict[str, Any] = {
+                name: column.rows(rows) for name, column in group.items()
+            }
+            if image is not None:
+                views: list[Any] = image.images(rows)
+                num_viewed += image.num_bytes
                 # A single view keeps its whole group in memory.
                 if num_viewed > self._cache_bytes // _VIEWED:
-                    images += [None if view is None else bytes(view) for view in views]
-                else:
-                    images += views
-            for name, column_parts in parts.items():
-                column_parts.append(group[name].rows(rows))
-        order = np.argsort(np.concatenate(positions_of), kind="stable")
-        table = self.table_of(
-            {name: _joined(column, order) for name, column in parts.items()},
-            lambda row: self._groups[part_of(self.groups, int(indices[row]))[0]].path,
-        )
-        if not has_images:
-            return Columns(None, table)
-        return Columns([images[row] for row in order.tolist()], table)
+                    views = [None if view is None else bytes(view) for view in views]
+                found["image"] = views
+            return found
+
+        def path_of(row: int) -> str:
+            return self._groups[part_of(self.groups, int(indices[row]))[0]].path
+
+        images, found = gathered(indices, self.groups, self.schema, columns, read)
+        return Columns(images, self.table_of(found, path_of))
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""
@@ -277,14 +269,8 @@ def _are_only_named(groups: Sequence[_Group], image_column: str) -> bool:
     for group in groups:
         row_group = group.metadata.row_group(group.number)
         columns = map(row_group.column, range(row_group.num_columns))
-        statistics = next(
-            (
-                column.statistics
-                for column in columns
-                if column.path_in_schema == f"{image_column}.bytes"
-            ),
-            None,
-        )
+        statistics_of = {column.path_in_schema: column.statistics for column in columns}
+        statistics = statistics_of.get(f"{image_column}.bytes")
         if (
             statistics is None
             or not statistics.has_null_count
@@ -304,21 +290,6 @@ def _fingerprint_of(
     if (image_column, target_column or "label") != ("image", "label"):
         digest.update(repr((image_column, target_column)).encode())
     return digest.hexdigest()
-
-
-def _joined(
-    columns: list[np.ndarray | pa.ChunkedArray], order: np.ndarray
-) -> pa.ChunkedArray:
-    """Return the rows of several groups as one column, in an order, int64 (n,)."""
-    if all(isinstance(column, np.ndarray) for column in columns):
-        return pa.chunked_array([pa.array(np.concatenate(columns)[order])])
-    chunks = list[pa.Array]()
-    for column in columns:
-        if isinstance(column, np.ndarray):
-            chunks.append(pa.array(column))
-        else:
-            chunks += column.chunks
-    return take(pa.chunked_array(chunks), order)
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:

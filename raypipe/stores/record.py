@@ -80,22 +80,40 @@ def arrow_type(kind: str) -> pa.DataType:
     return getattr(pa, kind)()
 
 
-def arrow_column(kind: str, values: np.ndarray | list[Any]) -> pa.Array:
+def arrow_column(
+    kind: str, values: np.ndarray | list[Any], is_missing: np.ndarray | None = None
+) -> pa.Array:
     """Return the values of a column as Arrow.
 
     Args:
         kind: one of `COLUMN_TYPES`, or a type of arrays.
         values: numbers (n,); or a list of n, in which None is a missing or damaged value.
+        is_missing: bool (n,), which numbers are missing.
     """
     array = numpy_type(kind)
     if array is None:
-        return pa.array(values, arrow_type(kind))
+        return pa.array(values, arrow_type(kind), mask=is_missing)
     dtype, shape = array
     is_null = np.array([value is None for value in values], bool)
     numbers = np.zeros((len(values), *shape), dtype.newbyteorder("="))
     for row in np.flatnonzero(~is_null).tolist():
         numbers[row] = values[row]
     return arrow_values.to_arrow(numbers, is_null)
+
+
+def schema_of(types: Mapping[str, str], classes: Sequence[str] | None) -> pa.Schema:
+    """Return the Arrow schema of columns, with the class names as a Hugging Face ClassLabel."""
+    schema = pa.schema([(name, arrow_type(kind)) for name, kind in types.items()])
+    if classes is None or types.get("label") != "int64":
+        return schema
+    features: dict[str, Any] = {
+        name: {"dtype": kind, "_type": "Value"}
+        for name, kind in types.items()
+        if numpy_type(kind) is None
+    }
+    features["label"] = {"names": list(classes), "_type": "ClassLabel"}
+    about = json.dumps({"info": {"features": features}})
+    return schema.with_metadata({"huggingface": about})
 
 
 class RecordLayout:
@@ -182,13 +200,13 @@ class RecordLayout:
         fixed: bytes,
         variable: Sequence[Sequence[bytes | None]],
         names: Collection[str],
-    ) -> dict[str, np.ndarray | list[Any]]:
-        """Return the requested columns of n records from the output of the compiled reader."""
+    ) -> dict[str, Any]:
+        """Return the requested columns of n records, arrays and lists, from the output of `LMDBFile.records`."""
         numbers = np.frombuffer(fixed, "<i8")
-        columns: dict[str, np.ndarray | list[Any]] = {}
+        columns: dict[str, Any] = {}
         for number, name in enumerate(self._fixed_names):
             if name in names:
-                values = np.ascontiguousarray(numbers[number :: len(self._fixed_names)])
+                values = numbers[number :: len(self._fixed_names)].copy()
                 columns[name] = values.view(self.types[name])
         requested = (name for name in self._variable_names if name in names)
         for name, contents in zip(requested, variable, strict=True):

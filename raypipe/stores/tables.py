@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urljoin
@@ -39,7 +38,7 @@ from raypipe.stores.base import (
     check_columns,
     hash_of_facts,
 )
-from raypipe.stores.image_files import read_files, written_at
+from raypipe.stores.image_files import FileFacts, read_files, written_at
 from raypipe.stores.kept import UNUSABLE
 from raypipe.stores.scan import spread
 
@@ -86,7 +85,7 @@ class TableStore(FileStore["ListedFiles"]):
         return read_tables(self.address, files, *self._options)
 
 
-class ListedFiles(TableColumns):
+class ListedFiles(FileFacts, TableColumns):
     """Contents of a store of files that a table names.
 
     Args:
@@ -118,25 +117,16 @@ class ListedFiles(TableColumns):
         if label:
             columns["label"], classes = _labels(address, rows, self._paths, label)
         self._rows = pa.table(columns)
-        super().__init__([(address, self._rows.schema)], "image", label and "label")
+        schemas = [(address, self._rows.schema)]
+        TableColumns.__init__(self, schemas, "image", label and "label")
         self.classes = classes
         self.identity = hash_of_facts((facts, image_column, label, classes))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def fingerprint(self) -> str:
-        return hash_of_facts((self.identity, [facts[0] for facts in self._looked_at]))
-
-    @property
-    def written(self) -> str:
-        """See `FileStore.written`."""
-        return hash_of_facts(self._looked_at)
-
-    @cached_property
-    def _looked_at(self) -> list[tuple[int, ...]]:
-        """Facts that change when local files are written, of files that are spread over the table."""
+    def look(self) -> list[tuple[int, ...]]:
+        """Look at local files that are spread over the table."""
         indices = spread(len(self), _MAX_LOOKED_AT).tolist()
         return list(map(written_at, map(self.sample_name, indices)))
 

@@ -1,8 +1,8 @@
 """Indexes of tars: their scans, kept so that each is made once.
 
     CACHE/tars/HASH.arrow                              of a store's remote or large tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-12.index       of one tar, next to it, which `raypipe index` writes
-    RUN/index/HASH-12.index                            of a store's tars, for the other nodes of a run
+    FOLDER/_raypipe_index/NAME.tar.HASH-13.index       of one tar, next to it, which `raypipe index` writes
+    RUN/index/HASH-13.index                            of a store's tars, for the other nodes of a run
 
 The index of a tar names its size and version, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -36,7 +36,6 @@ from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
 from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
-from raypipe.stores.arrow_values import array_type, numbers_in, to_arrow
 from raypipe.stores.base import hash_of_facts
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.kept import UNUSABLE, table_bytes, table_of
@@ -45,11 +44,10 @@ from raypipe.stores.webdataset import Indexed, Scan
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-VERSION = 12  # the scans' form has this version
+VERSION = 13  # the scans' form has this version
 SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
-_KEYS = pa.large_binary()
-_PAIRS = array_type(np.int64, (2,))
+_KEYS = "/"  # no suffix has it
 _WRONG = (*UNUSABLE, StoreError, ConfigError, struct.error)
 
 
@@ -145,7 +143,6 @@ def _read(address: str) -> pa.Buffer:
 _Count = Annotated[int, Limits(0, 1 << 62)]
 # Facts of a scan, which are JSON. Samples have `labels`, class folders have `others`.
 _FACTS = {
-    "digest": str,
     "left_out": dict[str, _Count],
     "sparse": dict[str, list[list[_Count]]],
     "labels": list[Any] | None,
@@ -155,26 +152,24 @@ _FACTS = {
 
 def _content_of(tar: Archive, scan: Scan) -> bytes:
     """Return a scan as a table of its samples: their keys, and the places of their members by suffix."""
-    columns = {"keys": scan["keys"]}
-    for number, pairs in enumerate(scan["places"].values()):
-        columns[str(number)] = to_arrow(pairs)
     facts = {name: scan.get(name) for name in _FACTS}
-    suffixes = list(scan["places"])
-    return table_bytes(columns, {**facts, "suffixes": suffixes, "tar": tar.version})
+    columns = {_KEYS: scan["keys"], **scan["places"]}
+    return table_bytes(columns, {**facts, "tar": tar.version})
 
 
 def _scan_of(content: pa.Buffer, tar: Archive) -> Scan:
     """Return the scan of a tar, whose numbers are checked; raise one of `UNUSABLE` for another tar, or damage."""
-    batch, facts = table_of(content)
+    places, facts = table_of(content)
     if facts["tar"] != list(tar.version):
         raise ValueError("it belongs to another version of the tar")
-    kinds = [_KEYS, *[_PAIRS] * len(facts["suffixes"])]
-    _require(batch.schema.types == kinds and not batch["keys"].null_count, "columns")
+    keys = places.pop(_KEYS)
+    _require(keys.type == pa.large_binary() and not keys.null_count, "keys")
+    for each in places.values():
+        _require(each.dtype == np.int64 and each.shape[1:] == (3,), "places")
     scan: Scan = {name: check(name, facts[name], kind) for name, kind in _FACTS.items()}
     scan["left_out"] = LeftOut(scan["left_out"])
-    scan["keys"] = batch["keys"]
-    pairs = map(numbers_in, batch.columns[1:])
-    scan["places"] = dict(zip(facts["suffixes"], pairs, strict=True))
+    scan["keys"] = keys
+    scan["places"] = places
     # Places in a compressed tar are those of its content, whose size is not known yet.
     num_bytes = 1 << 62 if isinstance(tar.file, Unpacked) else tar.num_bytes
     _check(scan, num_bytes)
@@ -190,7 +185,7 @@ def _check(scan: Scan, num_bytes: int) -> None:
     _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
     labels = scan["labels"]
     _require(labels is None or len(labels) == len(scan["keys"]), "labels")
-    starts, sizes = np.concatenate([scan["places"][""], *scan["places"].values()]).T
+    starts, sizes, _ = np.concatenate([scan["places"][""], *scan["places"].values()]).T
     # The sizes of sparse members count their holes.
     are_sparse = np.isin(starts, list(map(int, scan["sparse"])))
     are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
@@ -226,19 +221,13 @@ def keep_in_run(address: str, indexed: Indexed) -> None:
 def pack(indexed: Indexed) -> bytes:
     """Return the samples of a store's tars as a table, for the node."""
     facts = indexed._asdict()
-    columns = facts.pop("columns")
-    arrays = {"keys": facts.pop("keys")}
-    for number, values in enumerate(columns.values()):
-        arrays[str(number)] = to_arrow(values)
-    return table_bytes(arrays, {**facts, "columns": list(columns)})
+    return table_bytes({_KEYS: facts.pop("keys"), **facts.pop("columns")}, facts)
 
 
 def unpack(content: pa.Buffer) -> Indexed:
     """Return what was packed; raise one of `UNUSABLE` for damage."""
-    batch, facts = table_of(content)
-    arrays = map(numbers_in, batch.columns[1:])
-    columns = dict(zip(facts["columns"], arrays, strict=True))
-    indexed = Indexed(**{**facts, "columns": columns, "keys": batch["keys"]})
+    columns, facts = table_of(content)
+    indexed = Indexed(keys=columns.pop(_KEYS), columns=columns, **facts)
     return indexed._replace(
         classes=indexed.classes and tuple(indexed.classes),
         left_out=LeftOut(indexed.left_out),

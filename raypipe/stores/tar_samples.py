@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +16,13 @@ from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.read_limit import GROWTH, read_limit
 from raypipe.storage.retries import in_threads
-from raypipe.stores.arrow_values import array_type, to_arrow
+from raypipe.stores.arrow_values import array_type
 from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
     as_text,
     by_part,
+    gathered,
     hash_of_facts,
     part_of,
 )
@@ -31,7 +33,6 @@ GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
-_MAX_KEPT_RANGES = 4096
 _NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is almost nothing in its tar
 
 
@@ -67,7 +68,6 @@ class TarSamples:
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
         self._bounds = bounds if self.groups is None else self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
-        self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -92,32 +92,31 @@ class TarSamples:
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         placed = _placed(columns)
-        contents: dict[str, list[bytes | None]] = {
-            name: [None] * len(indices) for name in placed
-        }
-        if placed:
-            parts = list(by_part(indices, self._bounds))
-            readers = self._readers([number for number, _ in parts], placed)
-            for (number, positions), reader in zip(parts, readers, strict=True):
-                shard = int(self._numbers[number])
-                tar = reader, self._archives[shard].name, self._sparse[shard]
-                for name in placed:
-                    places = self._index[name][indices[positions]].tolist()
-                    for position, (start, num_bytes) in zip(
-                        positions.tolist(), places, strict=True
-                    ):
-                        content = _content(*tar, start, num_bytes)
-                        contents[name][position] = content
-        arrays: dict[str, pa.Array] = {}
-        for name in columns:
-            kind = self.schema.field(name).type
-            if name == "label":
-                arrays[name] = to_arrow(self._index[name][indices])
-            elif name != "image":
-                is_text = name in TEXT_SUFFIXES
-                values = map(as_text, contents[name]) if is_text else contents[name]
-                arrays[name] = pa.array(values, kind)
-        return Columns(contents.get("image"), pa.table(arrays))
+        numbers = [number for number, _ in by_part(indices, self._bounds) if placed]
+        readers = dict(zip(numbers, self._readers(numbers, placed), strict=True))
+
+        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+            shard = int(self._numbers[number])
+            name = self._archives[shard].name
+            found: dict[str, Any] = {}
+            for column in columns:
+                values = self._index[column][rows + self._bounds[number]]
+                if column == "label":
+                    found[column] = values
+                    continue
+                contents = [
+                    _content(readers[number], name, self._sparse[shard], *place)
+                    for place in values.tolist()
+                ]
+                found[column] = contents
+                if column != "image":
+                    is_text = column in TEXT_SUFFIXES
+                    values = map(as_text, contents) if is_text else contents
+                    found[column] = pa.array(values, self.schema.field(column).type)
+            return found
+
+        images, found = gathered(indices, self._bounds, self.schema, columns, read)
+        return Columns(images, pa.table(found))
 
     def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Reader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
@@ -138,18 +137,14 @@ class TarSamples:
 
     def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
-        kept = self._ranges.get((number, placed))
-        if kept is None:
-            shard = int(self._numbers[number])
-            file = self._archives[shard].file
-            assert isinstance(file, RemoteFile), "others have no parts"
-            first, last = self._bounds[number : number + 2]
-            places = np.concatenate([self._index[name][first:last] for name in placed])
-            ranges = _joined_ranges(places, self._sparse[shard], file.num_bytes)
-            if len(self._ranges) >= _MAX_KEPT_RANGES:
-                self._ranges.clear()
-            kept = self._ranges[number, placed] = ByteRanges(file, ranges)
-        return kept
+        shard = int(self._numbers[number])
+        file = self._archives[shard].file
+        assert isinstance(file, RemoteFile), "others have no parts"
+        first, last = self._bounds[number : number + 2]
+        places = np.concatenate([self._index[name][first:last] for name in placed])
+        return ByteRanges(
+            file, _joined_ranges(places, self._sparse[shard], file.num_bytes)
+        )
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
@@ -181,9 +176,7 @@ def _at_hand(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader | N
         return entry
     if not isinstance(entry, ByteRanges):
         return cache.find(entry, OpenFile)
-    # A look for the whole tar asks the disk, so the part that is open already comes first.
-    is_open: Reader | None = cache.find_open(entry)
-    whole = is_open or cache.find(entry.file, OpenFile)
+    whole: Reader | None = cache.find(entry.file, OpenFile)
     return whole or cache.find(entry, lambda path: ByteRangesReader(path, entry))
 
 

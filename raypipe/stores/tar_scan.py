@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -69,7 +70,8 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Node:
         return Link(member.linkname)
     if not member.isreg():
         return Special(_KINDS.get(member.type, "of an unknown kind"))
-    return TreeFile((member.offset_data, member.size, member.mtime))
+    modified = zlib.crc32(repr(member.mtime).encode())
+    return TreeFile((member.offset_data, member.size, modified))
 
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
@@ -157,7 +159,7 @@ def layout_of(
         and image_column == "image"
         and target_column in ("label", BY_FOLDER, "")
     ):
-        scan = find_files(name, members, tree)
+        scan = find_files(name, tree)
     if scan is None and not target_column:
         scan = find_samples(*arguments, needs_labels=False)
     if scan is None:

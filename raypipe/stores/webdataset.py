@@ -15,13 +15,12 @@ suffix that its sample has already, starts a new sample.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,23 +32,24 @@ from raypipe.stores.base import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
     RENAMED,
-    join_fingerprints,
     missing,
 )
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.numbers import exactly
+from raypipe.stores.record import Fingerprint
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
+_IMAGE = ""  # stands for the suffix of a sample's image
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
 _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 
-Place = tuple[int, int, float]
-"""Position of a member's data, num_bytes, mtime."""
+Place = tuple[int, int, int]
+"""Position of a member's data, num_bytes, and a hash of when it was modified."""
 
-MISSING: Place = (-1, -1, 0.0)
+MISSING: Place = (-1, -1, 0)
 """The place of no member."""
 
 Read = Callable[[int, int], bytes]
@@ -59,7 +59,7 @@ Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`: JSON values, and arrays.
 
     keys      the keys or paths of all samples, see `as_texts`
-    places    suffix → position and num_bytes of each sample's member, int64 (n, 2), -1 for none; "" is the image
+    places    suffix → the `Place` of each sample's member, int64 (n, 3); "" is the image
 """
 
 
@@ -123,7 +123,7 @@ def _label(sample: _Sample, column: str, read: Read) -> Any:
 def _json_of(members: Mapping[str, Place], read: Read) -> dict[str, Any]:
     """Return the fields of a sample's JSON; none if it is missing or damaged."""
     content: Any = None
-    position, num_bytes, _ = members.get("json", (0, 0, 0.0))
+    position, num_bytes, _ = members.get("json", (0, 0, 0))
     if num_bytes <= _MAX_JSON_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(read(num_bytes, position))
@@ -136,9 +136,18 @@ def _is_number(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the labels of all shards: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
-    labels = [label for shard in shards for label in shard["labels"]]
+def _labels_of(names: Sequence[str], scans: Sequence[Scan]) -> np.ndarray | None:
+    """Return the labels of all tars: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
+    lacking = [scan["labels"] is None for scan in scans]
+    if all(lacking):
+        return None
+    if any(lacking):
+        number = lacking.index(True)
+        (first,) = as_names(scans[number]["keys"][:1])
+        raise StoreError(
+            f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
+        )
+    labels = [label for scan in scans for label in scan["labels"]]
     try:
         numbers = exactly(labels)
         if numbers.dtype.kind not in "biuf":
@@ -146,8 +155,9 @@ def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
         return numbers
     except ValueError as error:
         raise StoreError(
-            f"{name}: its labels and those of the other shards do not form an array ({error}). If they are lists "
-            "of different lengths, name the field in store.columns, with a length, not in store.target_column"
+            f"{names[0]}: its labels and those of the other shards do not form an array ({error}). If they are "
+            "lists of different lengths, name the field in store.columns, with a length, not in "
+            "store.target_column"
         ) from None
 
 
@@ -178,7 +188,6 @@ def find_samples(
         labels: the label of each sample; None without labels.
         keys, places: see `Scan`.
         left_out: how many members are neither, by suffix.
-        digest: hash over the members' names, sizes and modification times, and the labels.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
@@ -187,39 +196,54 @@ def find_samples(
     samples, problem = _grouped(counted)
     if not samples:
         return None
-    images = _images_of(samples, image_column)
+    has_images = _name_images(samples, image_column)
     labels = _read_labels(name, samples, target_column, read)
     target_column = target_column or "label"
+    first = samples[0].members
     for column, usual, is_there in (
-        (image_column, "image", any(images)),
+        (image_column, "image", has_images),
         (target_column, "label", labels is not None),
     ):
         if column != usual and not is_there:
-            first = samples[0].members
-            names = [*first, *_json_of(first, read)]
+            names = [*filter(None, first), *_json_of(first, read)]
             raise StoreError(missing(name, column, names, RENAMED[usual]))
     if labels is None:
-        if not any(images) or (needs_labels and not _all_have_texts(samples, images)):
+        if not has_images or (needs_labels and not _all_have_texts(samples)):
             return None
     elif None in labels and not problem:
         key = samples[labels.index(None)].key
         problem = f"sample {key!r} has no label, but others have one"
     if problem:
         raise _bad(name, problem, target_column)
-    reserved = {images[0] or "", _label_suffix(target_column), "image", "label"}
-    columns = _columns_of(samples, reserved)
+    places, unused = _places(samples, target_column)
     if labels is not None:
-        reserved = {_label_suffix(target_column), target_column.lower()}
-    else:
-        reserved = set()
-    left_out.update(_unused(samples, images, {*columns, *reserved}))
+        for suffix in (_label_suffix(target_column), target_column.lower()):
+            unused.pop(f".{suffix}", None)
     return {
         "keys": as_texts(sample.key for sample in samples),
         "labels": labels,
-        "places": _places(samples, images, columns),
-        "left_out": left_out,
-        "digest": _hash(samples, labels),
+        "places": places,
+        "left_out": left_out + unused,
     }
+
+
+def _places(
+    samples: Sequence[_Sample], target_column: str
+) -> tuple[dict[str, np.ndarray], LeftOut]:
+    """Return the members of images and columns, as `find_samples` does, and how many others there are."""
+    nums = Counter(suffix for _, members in samples for suffix in members)
+    reserved = {_IMAGE, _label_suffix(target_column), "image", "label"}
+    columns = [
+        suffix
+        for suffix, num in nums.items()
+        if suffix not in reserved and (num == len(samples) or suffix in TEXT_SUFFIXES)
+    ]
+    places = {}
+    for suffix in (_IMAGE, *columns):
+        of_samples = [members.get(suffix, MISSING) for _, members in samples]
+        places[suffix] = np.array(of_samples, np.int64)
+    unused = nums.keys() - places.keys()
+    return places, LeftOut({f".{suffix}": nums[suffix] for suffix in unused})
 
 
 def as_texts(names: Iterable[str]) -> pa.LargeBinaryArray:
@@ -253,13 +277,16 @@ def _grouped(counted: Sequence[tuple[str, str, Place]]) -> tuple[list[_Sample], 
     return samples, problem
 
 
-def _images_of(samples: Sequence[_Sample], image_column: str) -> list[str | None]:
-    """Return the suffix of each sample's image; None for no image. Arrays are images if nothing else is."""
+def _name_images(samples: Sequence[_Sample], image_column: str) -> bool:
+    """Give the images the suffix _IMAGE; arrays are images if nothing else is. Return whether there are any."""
     suffix = image_column.lower()
     images = [_image_of(members, suffix) for _, members in samples]
     if image_column == "image" and not any(images):
         images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
-    return images
+    for (_, members), image in zip(samples, images, strict=True):
+        if image:
+            members[_IMAGE] = members.pop(image)
+    return any(images)
 
 
 def _read_labels(
@@ -282,61 +309,12 @@ def _read_labels(
     return labels
 
 
-def _all_have_texts(samples: Sequence[_Sample], images: Sequence[str | None]) -> bool:
+def _all_have_texts(samples: Sequence[_Sample]) -> bool:
     """Return whether each sample with an image has a text too."""
-    return all(
-        not TEXT_SUFFIXES.isdisjoint(members)
-        for (_, members), image in zip(samples, images, strict=True)
-        if image
+    return not any(
+        _IMAGE in members and TEXT_SUFFIXES.isdisjoint(members)
+        for _, members in samples
     )
-
-
-def _columns_of(samples: Sequence[_Sample], reserved: set[str]) -> list[str]:
-    """Return the suffixes that all samples have, or of texts some, but those reserved for image and label."""
-    counts = Counter(suffix for _, members in samples for suffix in members)
-    return [
-        suffix
-        for suffix, num in counts.items()
-        if suffix not in reserved and (num == len(samples) or suffix in TEXT_SUFFIXES)
-    ]
-
-
-def _places(
-    samples: Sequence[_Sample], images: Sequence[str | None], columns: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """Return position and num_bytes of the members of each column, as `find_samples` does."""
-    places: dict[str, np.ndarray] = {}
-    for column in ("", *columns):
-        pairs = [
-            members.get(column or image or "", MISSING)[:2]
-            for (_, members), image in zip(samples, images, strict=True)
-        ]
-        places[column] = np.array(pairs, np.int64)
-    return places
-
-
-def _unused(
-    samples: Sequence[_Sample], images: Sequence[str | None], used: set[str]
-) -> Iterator[str]:
-    """Yield the suffix of each member that is neither an image nor used."""
-    for (_, members), image in zip(samples, images, strict=True):
-        for suffix in members.keys() - used - {image}:
-            yield f".{suffix}"
-
-
-def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
-    """Return a hash over the names, sizes and modification times of all members, and the labels."""
-    digest = hashlib.blake2b(digest_size=16)
-    of_samples = itertools.repeat(None) if labels is None else labels
-    for (key, members), label in zip(samples, of_samples, strict=False):
-        facts = [
-            f"\0{suffix}\0{num_bytes}\0{mtime}"
-            for suffix, (_, num_bytes, mtime) in members.items()
-        ]
-        digest.update(
-            f"{key}\0{label}{''.join(facts)}\n".encode(errors="surrogateescape")
-        )
-    return digest.hexdigest()
 
 
 def _counted(
@@ -384,17 +362,13 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
+def index_samples(
+    names: Sequence[str], scans: Sequence[Scan], classes: tuple[str, ...] | None = None
+) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
     keys = [scan["keys"] for scan in scans]
     nums = list(map(len, keys))
-    labelled = [scan["labels"] is not None for scan in scans]
-    if any(labelled) and not all(labelled):
-        number = labelled.index(False)
-        (first,) = as_names(keys[number][:1])
-        raise StoreError(
-            f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
-        )
+    labels = _labels_of(names, scans)
     left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
     columns: dict[str, np.ndarray] = {}
     every = [scan["places"] for scan in scans]
@@ -405,17 +379,30 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
             continue
         columns[suffix or "image"] = np.concatenate(
             [
-                places.get(suffix, np.full((num, 2), -1))
+                places.get(suffix, np.tile(MISSING, (num, 1)))
                 for num, places in zip(nums, every, strict=True)
             ]
         )
-        if not suffix and labelled[0]:
-            columns["label"] = _labels_of(names[0], scans)
-    return Indexed(
-        columns,
-        pa.concat_arrays(keys),
-        nums,
-        left_out,
-        join_fingerprints([scan["digest"] for scan in scans]),
-        [scan.get("sparse", {}) for scan in scans],
-    )
+        if not suffix and labels is not None:
+            columns["label"] = labels
+    keys_of_all = pa.concat_arrays(keys)
+    fingerprint = _fingerprint_of(keys_of_all, columns, classes)
+    for name in columns.keys() - {"label"}:
+        columns[name] = columns[name][:, :2]
+    sparse = [scan.get("sparse", {}) for scan in scans]
+    return Indexed(columns, keys_of_all, nums, left_out, fingerprint, sparse, classes)
+
+
+def _fingerprint_of(
+    keys: pa.LargeBinaryArray,
+    columns: Mapping[str, np.ndarray],
+    classes: tuple[str, ...] | None,
+) -> str:
+    """Return the fingerprint of samples: sizes and times of their members, and not where they are."""
+    types = {name: str(values.dtype) for name, values in columns.items()}
+    fingerprint = Fingerprint(types, classes)
+    fingerprint.add(b"\0".join(keys.to_pylist()))
+    for name, values in columns.items():
+        facts = values if name == "label" else values[:, 1:]
+        fingerprint.add(facts.tobytes())
+    return fingerprint.hexdigest()

@@ -6,7 +6,6 @@ Writers write directly to the path they get; `raypipe.stores.destination` makes 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +26,7 @@ from raypipe.stores.record import (
     Metadata,
     RecordLayout,
     arrow_column,
-    arrow_type,
-    numpy_type,
+    schema_of,
 )
 
 # A Parquet row group is the least that one read costs: large enough for throughput, small enough to shuffle well.
@@ -213,19 +211,7 @@ class ParquetWriter(FileWriter):
         if row_group_size is not None and row_group_size < 1:
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
         self._row_group_size = row_group_size
-        types = self._layout.types
-        self._schema = pa.schema(
-            [(name, arrow_type(kind)) for name, kind in types.items()]
-        )
-        if classes is not None and types.get("label") == "int64":
-            features: dict[str, Any] = {
-                name: {"dtype": kind, "_type": "Value"}
-                for name, kind in types.items()
-                if numpy_type(kind) is None
-            }
-            features["label"] = {"names": list(classes), "_type": "ClassLabel"}
-            about = json.dumps({"info": {"features": features}})
-            self._schema = self._schema.with_metadata({"huggingface": about})
+        self._schema = schema_of(self._layout.types, classes)
 
     def _is_full(self) -> bool:
         if self._row_group_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,21 @@ def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path) -> None:
     )
     other = make(tmp_path / "c.tar", "a/1.png", "b/3.png")
     assert store.fingerprint == same.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("names", [["a/1.png", "b/2.png"], ["1.png", "1.txt"]])
+def test_the_fingerprint_shows_when_members_were_modified(
+    tmp_path: Path, names: list[str]
+) -> None:
+    def fingerprint(seconds: int) -> str:
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name in names:
+                member = tarfile.TarInfo(name)
+                member.mtime = seconds
+                tar.addfile(member)
+        return TarStore(tmp_path / "a.tar").fingerprint
+
+    assert fingerprint(1) == fingerprint(1) != fingerprint(2)
 
 
 @pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/notes.txt"], []])

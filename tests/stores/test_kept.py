@@ -20,9 +20,9 @@ def numbers(made: list[int]) -> list[int]:
         return NUMBERS.to_pylist()
 
     def read(content: pa.Buffer) -> list[int]:
-        batch, facts = table_of(content)
+        columns, facts = table_of(content)
         assert facts == {"a": "ü\udc80"}
-        return batch["n"].to_pylist()
+        return columns["n"].tolist()
 
     def pack(values: list[int]) -> bytes:
         return table_bytes({"n": pa.array(values)}, {"a": "ü\udc80"})

@@ -112,7 +112,7 @@ def test_shards_must_agree(tmp_path: Path) -> None:
     write(tmp_path / "0.lmdb", classes=["a"])
     write(tmp_path / "1.lmdb", classes=["b"])
     with pytest.raises(
-        StoreError, match=r"1\.lmdb and .*0\.lmdb differ in columns or classes"
+        StoreError, match=r"1\.lmdb and .*0\.lmdb differ in schema or classes"
     ):
         len(LMDBStore(tmp_path))
 

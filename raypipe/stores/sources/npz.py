@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.errors import StoreError
+from raypipe.errors import SampleError, StoreError
+from raypipe.stores.numbers import read_npy_header
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
-_MAX_HEADER_BYTES = 10_000  # numpy's own default
 _STEP_BYTES = 1 << 20  # unpacked at a time, into the rows' memory
 
 
@@ -37,14 +37,10 @@ def open_npz(address: str, asked: Asked) -> Source:
 
 
 def _rows(address: str, name: str, file: Any) -> ArrayRows:
-    version = np.lib.format.read_magic(file)
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    if version not in readers:
+    try:
+        shape, fortran, dtype = read_npy_header(file)
+    except SampleError:
         return ArrayRows("named fields", ())
-    shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     read = partial(_values, file, dtype, shape[1:])
     if dtype.hasobject:
         return ArrayRows("a pickle", shape)

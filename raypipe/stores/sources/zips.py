@@ -120,7 +120,7 @@ def _scan(zipped: _Zip, asked: Asked) -> Scan:
         name = str(PurePosixPath(member.filename))
         if name == ".":
             continue
-        node: Node = TreeFile((number, member.file_size, 0.0))
+        node: Node = TreeFile((number, member.file_size, 0))
         if member.is_dir():
             node = None
         elif (

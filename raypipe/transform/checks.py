@@ -13,6 +13,7 @@ from raypipe.transform.albumentations import find_program, why_no_program
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import (
     build_transform,
+    check_name,
     is_preset,
     takes_size,
 )
@@ -38,6 +39,7 @@ def check_transforms(
         check_target_columns(store, config.target_columns)
         is_named = isinstance(transform, str) and ":" in transform
         if is_named and not config.target_columns:
+            check_name(transform)
             continue
         is_array = config.decode == "array"
         built = build_transform(transform, config.final_size, by_library=is_array)

@@ -80,7 +80,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
             views[name] = replace(view, transforms=built)
         return views
     if isinstance(transform, str):
-        _check_name(transform)
+        check_name(transform)
         if transform == "none":
             return None
         if ":" in transform:
@@ -105,7 +105,8 @@ def _of_view(name: str) -> Iterator[None]:
         raise ConfigError(f"view {name!r}: {error}") from error
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise ConfigError for a text that is neither a name of a transform nor `module:name`."""
     if name.lstrip().startswith(("[", "{", "-")):
         # the settings' parser left this text unparsed
         raise ConfigError(

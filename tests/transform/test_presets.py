@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from without_ray import one_thread
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.checks import check_transforms
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size, sides_of
@@ -94,8 +97,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     "text", ["[light]", "[{Blur: {p: 1}]", "{Blur: {p: 1}}", "- Blur"]
 )
 def test_what_was_meant_as_steps_and_is_text_is_told_so(text: str) -> None:
+    store = MemoryStore([b""], [0])
     with pytest.raises(ConfigError, match="is not a list of steps: write"):
         build_transform(text, 8)
+    with pytest.raises(ConfigError, match="is not a list of steps: write"):
+        check_transforms(TransformConfig(), {"train": text}, {"train": store})
 
 
 TWICE = """

@@ -15,34 +15,17 @@ from documented import ROOT, blocks
 (PLAIN,) = (
     code for code in blocks("python", ROOT / "docs" / "moving.md") if "sys.argv" in code
 )
-SEED = 0
 
 
-def write_store(path: Path, num: int, first: int = 0) -> None:
-    """Of ten classes, each with a pattern of its own, which noise makes hard to tell at times."""
-    patterns = np.random.default_rng(SEED).uniform(60, 200, (10, 4, 4, 3))
-    images = []
-    for index in range(first, first + num):
-        noise = np.random.default_rng([SEED, index]).normal(0, 40, (4, 4, 3))
-        pixels = np.clip(
-            cv2.resize(patterns[index % 10] + noise, (32, 32)), 0, 255
-        ).astype(np.uint8)
-        images.append(
-            {"bytes": cv2.imencode(".png", pixels)[1].tobytes(), "path": f"{index}.png"}
-        )
-    labels = pa.array([index % 10 for index in range(first, first + num)], pa.int64())
-    pa.parquet.write_table(
-        pa.table({"image": images, "label": labels}), path, row_group_size=200
-    )
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The paths of a training and of a validation store."""
-    folder = tmp_path_factory.mktemp("images")
-    write_store(folder / "train.parquet", 1100)
-    write_store(folder / "test.parquet", 500, first=10_000)
-    return [str(folder / "train.parquet"), str(folder / "test.parquet")]
+def write_store(path: Path, num: int) -> str:
+    """Images of ten colors, which are their classes."""
+    colors = np.random.default_rng(0).integers(0, 256, (10, 3), np.uint8)
+    plain = [np.full((32, 32, 3), color, np.uint8) for color in colors]
+    encoded = [cv2.imencode(".png", pixels)[1].tobytes() for pixels in plain]
+    images = [{"bytes": encoded[i % 10], "path": f"{i}.png"} for i in range(num)]
+    labels = [i % 10 for i in range(num)]
+    pa.parquet.write_table(pa.table({"image": images, "label": labels}), path)
+    return str(path)
 
 
 def run_here(code: str, *arguments: object) -> None:
@@ -58,11 +41,12 @@ def run_here(code: str, *arguments: object) -> None:
 @pytest.mark.pages
 @pytest.mark.usefixtures("two_cpus")
 def test_the_script_trains_with_one_name_changed(
-    images: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = "from raypipe import DataLoader\nfrom torch.utils.data import Dataset"
     theirs = "from torch.utils.data import DataLoader, Dataset"
     assert PLAIN.count(theirs) == 1
+    images = [write_store(tmp_path / f"{num}.parquet", num) for num in (1100, 500)]
     run_here(PLAIN.replace(theirs, ours), *images, tmp_path / "ours.pt", 2)
     accuracy = float(capsys.readouterr().out.split()[-1])
     assert accuracy > 0.3 and (tmp_path / "ours.pt").is_file()

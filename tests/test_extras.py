@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from without_ray import one_thread
 
 import raypipe
 from raypipe.config import AugmentConfig
@@ -70,8 +71,13 @@ def printed(*missing: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_presets_make_the_same_bits_without_any_of_the_libraries() -> None:
-    expected = printed()
+def test_presets_make_the_same_bits_without_any_of_the_libraries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with one_thread():
+        exec(PROGRAM, {})
+    expected = capsys.readouterr().out.splitlines()
     assert len(expected) == 10
     assert printed(*LIBRARIES) == expected
     assert printed(*LIBRARIES, "_raypipe_kernel") == expected

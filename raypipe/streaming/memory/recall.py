@@ -80,12 +80,14 @@ class Recall:
             for number, position in enumerate(block):
                 if number in finished:
                     continue
-                samples = None
-                if given is not None:
-                    size = len(given.labels) // len(block)
-                    first = number * size
-                    samples = given.rows(slice(first, first + size))
-                one = self._one(position, keys[number], samples)
+                one = _repeated(finished.get(keys.index(keys[number])), position)
+                if one is None:
+                    samples = None
+                    if given is not None:
+                        size = len(given.labels) // len(block)
+                        first = number * size
+                        samples = given.rows(slice(first, first + size))
+                    one = self._one(position, keys[number], samples)
                 if one is not None:
                     finished[number] = one
             if len(finished) == num_before:
@@ -163,6 +165,16 @@ def recall_of(
     if not (splits or has_repeats or streams):
         return None
     return Recall(make, contents, folder, splits, has_repeats, streams)
+
+
+def _repeated(first: Finished | None, position: MicroBatchId) -> Finished | None:
+    """Return a repeat of a micro-batch at its place; None = the place needs one of its own."""
+    if first is None:
+        return None
+    batch, _ = first
+    if batch.num_bad or not batch.weight.any():
+        return None
+    return replace(batch, position=position, num_remembered=1, work_s=0.0), []
 
 
 def streams_of(contents: Contents, folder: Folder, stream: str) -> Streams | None:

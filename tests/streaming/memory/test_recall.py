@@ -256,7 +256,7 @@ def test_the_last_rank_empties_the_memory_and_keeps_the_disk(
         assert path.exists() == (remember == "disk")
 
 
-def repeated(folder: Any, bad: tuple[int, ...], **settings: Any) -> StreamSpec:
+def repeated(folder: Any, bad: tuple[int, ...] = (), **settings: Any) -> StreamSpec:
     """A stream with two repeats of each sample in a step of four micro-batches."""
     plan = {"aug_repeats": 2, "global_batch_size": 16}
     return spec_of(folder, bad, plan=plan, **settings)
@@ -279,8 +279,18 @@ def test_repeats_that_nothing_tells_apart_are_made_once(
         assert bad or num == len(micros) - len({micro // 2 for micro in micros})
 
 
+def test_repeats_are_made_once_where_the_folder_keeps_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    spec = repeated(tmp_path, train="center", pool={"remember": "disk"})
+    block = [MicroBatchId("train", 0, 0, micro) for micro in range(4)]
+    digests, num, _ = Stream(spec).read(block)
+    assert digests == expected(spec, block)[0] and num == 2
+
+
 def test_repeats_of_a_random_transform_are_made_each(tmp_path: Path) -> None:
-    stream = Stream(repeated(tmp_path, ()))
+    stream = Stream(repeated(tmp_path))
     assert not stream.recall.wants("train")
 
 

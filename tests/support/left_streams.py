@@ -1,8 +1,7 @@
 """Opens streams and leaves them, in one process with a cluster of its own of 2 CPUs; prints as JSON what there was
 before and after.
 
-python tests/support/left_streams.py STORE NUM WAY…     NUM streams, the ways of leaving in turn
-python tests/support/left_streams.py STORE NUM held     NUM streams that stay; prints nothing
+python tests/support/left_streams.py STORE NUM     NUM streams, the ways of leaving in turn
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -23,7 +21,7 @@ from ray._private.internal_api import memory_summary
 from ray._private.state import actors as actors_of_ray
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -74,17 +72,7 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
     exec(compile(_LOOP, "cell", "exec"), kept)
 
 
-def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
-    """It is in use: an epoch of it is held, and all CPUs are its pool's."""
-    epoch = next(
-        raypipe.loader(
-            replace(spec, pool=PoolConfig(min_actors=2, head_start=0))
-        ).epochs()
-    )
-    kept[next(epoch.train).position.split + str(len(kept))] = epoch
-
-
-WAYS = {way.__name__: way for way in (closed, dropped, failed, cell, held)}
+WAYS = (closed, dropped, failed, cell)
 
 
 def found() -> dict[str, Any]:
@@ -145,7 +133,7 @@ def more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    store, num, *ways = sys.argv[1:]
+    store, num = sys.argv[1:]
     gc.disable()  # what is left must end by itself
     connect(num_cpus=2, object_store_bytes=150 << 20)
     spec = open_stream(
@@ -154,19 +142,16 @@ if __name__ == "__main__":
         transform=TransformConfig(train="small", size=8),
     )
     kept: dict[str, Any] = {}
-    if ways == ["held"]:  # all of them stay: nothing is to settle
-        for _ in range(int(num)):
-            held(spec, kept)
-        sys.exit()
     closed(spec, kept)  # what the first one starts for good is not one of its own
     kept.clear()
     before = settled(None)
     for number in range(int(num)):
         begun = time.monotonic()
-        WAYS[ways[number % len(ways)]](spec, kept)
+        way = WAYS[number % len(WAYS)]
+        way(spec, kept)
         # A cell's stream, and one of which the error is held, have ended although their names are bound.
         stays = more(before, settled(before))
-        line = {"number": number, "way": ways[number % len(ways)], "more": stays}
+        line = {"number": number, "way": way.__name__, "more": stays}
         print(
             json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}),
             flush=True,

@@ -34,6 +34,21 @@ def hook() -> ModuleType:
     return module
 
 
+def test_what_is_compiled_here_can_be_used_here(
+    hook: ModuleType, tmp_path: Path
+) -> None:
+    reason = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
+    if reason:
+        pytest.skip(f"cannot be compiled here: {reason}")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from raypipe.kernel import why_no_kernel\n"
+        "print(repr(why_no_kernel()), sys.modules['_raypipe_kernel'].__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("'' ") and str(tmp_path) in done.stdout, done.stderr
+
+
 def test_the_reader_of_lmdb_needs_no_libjpeg(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +110,18 @@ def test_what_cannot_be_compiled_has_a_reason(
     monkeypatch.setenv("CC", compiler)
     found = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     assert found and reason in found
+
+
+def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    flags = hook.hardening(["gcc"])
+    assert {"-D_FORTIFY_SOURCE=3", "-fstack-protector-strong"} <= set(flags)
+    assert (
+        hook.hardening(["gcc", "-fno-such-option"])
+        == []
+        == hook.hardening(["no-such-compiler"])
+    )
 
 
 def test_old_and_other_libjpegs_are_refused(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import ray.data
+from ray.data._internal.execution.operators import actor_pool_map_operator
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER
@@ -88,3 +89,27 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     with ours():
         list(rows)
     assert len(lines) == before
+
+
+@pytest.mark.usefixtures("patched")
+def test_an_execution_outlives_the_node_that_knows_where_actors_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
+    monkeypatch.setattr("raypipe.rayext.cluster_state.started_here", lambda: False)
+
+    def gone() -> Any:
+        raise ray.exceptions.ActorUnschedulableError("its node does not exist any more")
+
+    monkeypatch.setattr(
+        "ray.data._internal.utils.cached_ray_internals.get_or_create_actor_location_tracker",
+        gone,
+    )
+    locate: Any = actor_pool_map_operator.get_actor_locations
+    locate.__wrapped__.cache_clear() if hasattr(
+        locate.__wrapped__, "cache_clear"
+    ) else None
+    with ours():
+        assert locate(("actor",)) == {}
+    with pytest.raises(ray.exceptions.RayError):
+        locate(("another actor",))

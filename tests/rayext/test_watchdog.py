@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,10 +9,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import ray
 from patience import until
 from ray import cloudpickle
 
-from raypipe.rayext.processes import Process, _stat, kill_stopped
+from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
 from raypipe.rayext.watchdog import StreamWatchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -72,7 +74,53 @@ def test_a_process_that_goes_on_within_a_moment_is_left_alone(
     assert paused.poll() is None
 
 
+def test_the_state_of_no_process_is_empty() -> None:
+    assert _stat(2**22 + 1) == ("", "") and _stat(os.getpid())[0] == "R"
+
+
 # The watch
+
+
+class Actor:
+    """One that knows its process."""
+
+    def process(self) -> Process:
+        return this_process("transform actor")
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
+    notes: list[tuple[str, str]] = []
+    watch = StreamWatchdog(
+        lambda *note: notes.append(note), lambda key: f"in the block of {key}"
+    )
+    stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
+    process = ray.get(stopped.process.remote())
+    watch.add("a", process)
+    watch.add("b", ray.get(busy.process.remote()))
+    os.kill(process.pid, signal.SIGSTOP)
+    watch.execution_progress("an execution", 0.0)
+    watch.turn(time.monotonic())
+    assert not watch._looks
+    watch.execution_progress("an execution", 60.0)
+    deadline = time.monotonic() + 300
+    while not notes:
+        assert time.monotonic() < deadline
+        watch.turn(time.monotonic())
+        time.sleep(0.1)
+    text = f"transform actor ({process}, in the block of a)"
+    assert notes == [
+        (
+            f"killed a stopped process (SIGSTOP) that blocked the stream: {text}",
+            "stopped",
+        )
+    ]
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(stopped.process.remote(), timeout=600)
+    assert ray.get(busy.process.remote(), timeout=600)
+    ray.kill(busy)
 
 
 def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
@@ -82,3 +130,24 @@ def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
     watch.remove("an execution")
     watch.turn(time.monotonic())
     assert not watch._looks
+
+
+class Looks(StreamWatchdog):
+    """Counts its looks at the processes."""
+
+    num = 0
+
+    def _look(self) -> None:
+        self.num += 1
+
+
+def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
+    watch = Looks(lambda *note: None)
+    watch._still["an execution"] = 0.0
+    for second in range(11):  # looks at 2, 4 and 8 s, as long as the rank calls
+        watch._still["rank 0"] = float(second)
+        watch.turn(float(second))
+    assert watch.num == 3
+    watch.turn(12.0)
+    watch.turn(13.0)
+    assert watch.num == 4

@@ -543,3 +543,13 @@ def test_a_class_that_no_loss_takes_is_told_once(
     (told,) = [text for text in caplog.messages if "has label -1" in text]
     assert told.startswith(("train sample 2 ", "train sample 4 "))
     assert "ignore_index=-1" in told and "store.exclude" in told
+
+
+def test_processes_of_torchrun_get_a_share_each(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert loader(spec).world_size == 2
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert loader(spec).world_size == 1

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
 import torch
 import without_ray
+from patience import until
+from ray.train.v2._internal.execution import train_fn_utils
 from recorded_runs import records
 from signalled import kill_a_worker_at
 from small_runs import small_run
@@ -18,9 +23,13 @@ from raypipe.config import (
     PoolConfig,
     RunConfig,
 )
-from raypipe.errors import RunError
+from raypipe.errors import ResourceError, RunError
 from raypipe.launch.run import launch
 from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.streaming import supervisor
+from raypipe.streaming.opening import spec_of
+from raypipe.streaming.spec import StreamSpec
+from raypipe.train.loop import Trainer
 
 pytestmark = [
     pytest.mark.cluster,
@@ -135,3 +144,35 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     audited = audit(result["run_dir"], all=True)
     assert audited["ok"] and audited["compared"] == 3 * (4 * 4 + 4), audited
     assert audited["root"] == audit(alone["run_dir"], samples=0)["root"]
+
+
+@pytest.mark.system
+def test_a_fault_before_the_first_micro_batch_is_recorded(
+    run: RunConfig, tmp_path: Path
+) -> None:
+    def dies(image: Any) -> Any:
+        os._exit(1)
+
+    def trains(spec: StreamSpec) -> None:
+        supervisor.MAX_ATTEMPTS = 1
+        train_fn_utils._train_fn_utils = train_fn_utils.LocalTrainFnUtils("alone")
+        list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
+
+    spec = spec_of(run, tmp_path.as_uri())
+    spec = dataclasses.replace(spec, transforms={**spec.transforms, "train": dies})
+    # In a process of its own: with it goes the actor that Ray is about to start again.
+    too_many = (
+        r"1 transform actors have died in train-e0000-s.*lower plan\.micro_batch_size"
+    )
+    with pytest.raises(ResourceError, match=too_many):
+        ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
+    file = tmp_path / "metrics.jsonl"
+    # that process writes its last events as it ends, behind its error
+    until(lambda: '"fault"' in file.read_text())
+    recorded = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
+    # An actor that dies at once may take its report of what it had begun with it: then the next one's is there.
+    faults = [record["text"] for record in recorded if record["kind"] == "fault"]
+    assert any(
+        "a transform actor died in train-e0000-s" in fault for fault in faults
+    ), faults

@@ -101,8 +101,9 @@ def test_passes_by_actors_are_what_the_plan_says(
 def test_two_loaders_of_one_process_share_the_cluster(
     stores: dict[str, Path], idle_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # on a slow machine actors take longer to finish the blocks that they have
-    monkeypatch.setattr("raypipe.streaming.start.room._GIVE_WAY_S", 1000.0)
+    # on a slow machine actors take longer to finish their blocks, and Ray to tell which CPUs are free
+    for limit in ("_GIVE_WAY_S", "_SETTLE_S"):
+        monkeypatch.setattr(f"raypipe.streaming.start.room.{limit}", 1000.0)
 
     def opened(size: int) -> StreamSpec:
         return open_stream(

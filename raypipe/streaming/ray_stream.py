@@ -193,11 +193,12 @@ class RayStreams:
         if self._rank == 0 and self._may_head_start:
             head_start = self._head_start_at(place)
         opening = _Opening(fingerprint, place, None, head_start)
-        if self._world_size == 1 or not self._in_train:
+        if not self._in_train:
             return opening
-        if self._rank == 0:
-            supervisor = start_supervisor(self._spec.run, self._spec.log_format)
-            opening = opening._replace(supervisor=supervisor)
+        if self._rank == 0 and (self._is_trainer or self._world_size > 1):
+            opening = opening._replace(supervisor=self._start_supervisor())
+        if self._world_size == 1:
+            return opening
         opening = self._broadcast(opening)
         if opening.fingerprint != fingerprint:
             raise ConfigError(
@@ -266,8 +267,7 @@ class RayStreams:
         # a loader outside of Ray Train may be the first here to need Ray
         stream.connect(self._siblings > 1)
         stream.on_end.append(ask_for_room(settings, stream.check))
-        # a driver may also call its train function
-        if self._in_train and self._max_actors is None and is_ray_worker():
+        if self._is_trainer and self._max_actors is None:
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
@@ -279,7 +279,7 @@ class RayStreams:
                 self._max_actors = min(self._max_actors, self._fair_share())
         stream.check()
         if stream.supervisor is None:
-            stream.supervisor = start_supervisor(spec.run, spec.log_format)
+            stream.supervisor = self._start_supervisor()
             self._join(stream)
         num_first = 0
         are_others = stream.memory.are_others()
@@ -299,6 +299,17 @@ class RayStreams:
             apart=self._apart,
             num_first=num_first * self._world_size,
         )
+
+    @property
+    def _is_trainer(self) -> bool:
+        """True in a process of Ray Train's; a driver may also call its train function itself."""
+        return self._in_train and is_ray_worker()
+
+    def _start_supervisor(self) -> Any:
+        """Start the stream's Supervisor, which knows this process from its own start on."""
+        trainer = this_process("trainer 0") if self._is_trainer else None
+        spec = self._spec
+        return start_supervisor(spec.run, spec.log_format, trainer=trainer)
 
     def _fair_share(self) -> int:
         """Return the actors that there is room for if each process of the run has as many."""
@@ -335,7 +346,7 @@ class RayStreams:
     def _join(self, stream: PooledStream) -> None:
         """Join the Supervisor's watch, with Ray Train's controller, and watch the Supervisor."""
         stream.watch_supervisor(self.waited_s)
-        if not (self._in_train and is_ray_worker()):
+        if not self._is_trainer:
             return
         supervisor = stream.supervisor
         trainer = f"trainer {self._rank}"

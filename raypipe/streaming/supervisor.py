@@ -114,6 +114,7 @@ class Supervisor:
         log_format: format of its log lines; empty = as this process has it.
         watches: whether it runs as an actor. Then it ends stopped processes of the stream while the stream makes
             no progress, and remembers what its earlier processes knew.
+        trainer: process of rank 0, in a train function; it may stop before it calls.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Supervisor:
         run: str = "",
         log_format: LogFormat | Literal[""] = "",
         watches: bool = False,
+        trainer: Process | None = None,
     ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
@@ -148,6 +150,9 @@ class Supervisor:
         # rank → since when it has waited for a batch
         self._waits: dict[int, float] = {}
         self._watch = StreamWatchdog(self.note, self._work_of)
+        if trainer:
+            self._watch.add(trainer.role, trainer)
+            self._watch.rank_called(0)
         self._trace = HeldTrace()
         self._process = this_process("supervisor") if watches else None
         self._memory = Memory() if watches else None
@@ -410,7 +415,10 @@ class Supervisor:
 
 
 def start_supervisor(
-    run: str = "", log_format: LogFormat = "text", watches: bool = True
+    run: str = "",
+    log_format: LogFormat = "text",
+    watches: bool = True,
+    trainer: Process | None = None,
 ) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
@@ -419,7 +427,7 @@ def start_supervisor(
         max_task_retries=-1,
         scheduling_strategy=on_this_node(),
     )
-    return actor.remote(MAX_ATTEMPTS, run, log_format, watches)
+    return actor.remote(MAX_ATTEMPTS, run, log_format, watches, trainer)
 
 
 def stream_name(supervisor: Any) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from raypipe.rayext.processes import Process
 from raypipe.streaming import supervisor as supervisor_module
 from raypipe.streaming.faults import Orders
 from raypipe.streaming.supervisor import Supervisor
@@ -202,3 +203,9 @@ def test_a_reader_misses_no_event_however_many_there_are(
             read += supervisor.events(len(read))
     assert read == [("scale", str(number)) for number in range(100)]
     assert len(supervisor.events(0)) <= 20
+
+
+def test_a_trainer_that_stops_before_it_calls_is_known_from_the_start() -> None:
+    trainer = Process("trainer 0", 17, 1, "10.0.0.1", "a node")
+    one = Supervisor(3, trainer=trainer)
+    assert one._watch.state() == ({"trainer 0": trainer}, ["rank 0"])

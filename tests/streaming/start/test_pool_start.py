@@ -87,7 +87,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
     for name, value in {
         "remember_group": lambda: None,
-        "start_supervisor": lambda *_: Handle(),
+        "start_supervisor": lambda *_, **__: Handle(),
         "ask_for_room": lambda pool, check: lambda: None,
         "make_room": lambda cpus: None,
         "preflight": lambda pool: SimpleNamespace(max_actors=2),
@@ -143,7 +143,7 @@ def test_ranks_call_the_supervisor_from_before_their_head_start_on(
 
     begin = HeadStart.start
     monkeypatch.setattr(HeadStart, "start", begins)
-    monkeypatch.setattr(ray_stream, "start_supervisor", lambda *_: handle)
+    monkeypatch.setattr(ray_stream, "start_supervisor", lambda *_, **__: handle)
     spec = stream(stores, 1)
     for one in streams_of(spec, 2):
         one.open(next(spec.plan.micro_batches(spec.plan.start()))).close()

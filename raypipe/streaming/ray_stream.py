@@ -282,7 +282,7 @@ class RayStreams:
             stream.supervisor = self._start_supervisor()
             self._join(stream)
         num_first = 0
-        are_others = stream.memory.are_others()
+        are_others = stream.hold_memory().are_others()
         if stream.head:
             num_first = stream.head.fix(are_others)
             if stream.head.measured:
@@ -349,9 +349,11 @@ class RayStreams:
         if not self._is_trainer:
             return
         supervisor = stream.supervisor
-        trainer = f"trainer {self._rank}"
-        supervisor.process_joined.remote(trainer, this_process(trainer))
-        controller = own_controller() if self._rank == 0 else None
+        if self._rank:  # it has known rank 0 from its start on
+            trainer = f"trainer {self._rank}"
+            supervisor.process_joined.remote(trainer, this_process(trainer))
+            return
+        controller = own_controller()
         process = process_of(controller) if controller else None
         if process:
             supervisor.process_joined.remote("controller", process)

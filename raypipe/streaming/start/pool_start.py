@@ -99,9 +99,8 @@ class PooledStream(Iterator[MicroBatch]):
             connect(wait=wait, has_siblings=has_siblings)
         self.check()
 
-    @property
-    def memory(self) -> RankMemory:
-        """The folder of finished micro-batches on this node, once there is a Supervisor."""
+    def hold_memory(self) -> RankMemory:
+        """Hold this node's folder of finished micro-batches until the stream ends; the last rank removes it."""
         if self._memory is None:
             self._memory = RankMemory(self._spec, stream_name(self.supervisor))
             self.on_end.append(self._memory.close)
@@ -239,5 +238,6 @@ class PooledStream(Iterator[MicroBatch]):
     def _start(self) -> None:
         self._iterators = self._start_pool(self)
         self.check()
+        self.hold_memory()
         iterator = begun(self._iterators[self._rank])
         self._from_pool = host_batches(iterator)

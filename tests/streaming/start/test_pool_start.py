@@ -20,11 +20,13 @@ from raypipe.streaming.blocks import cut
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.row import block_row
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start import pool_start
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.start.pool_start import PooledStream
 from raypipe.streaming.supervisor import Supervisor
@@ -149,6 +151,27 @@ def test_ranks_call_the_supervisor_from_before_their_head_start_on(
         one.open(next(spec.plan.micro_batches(spec.plan.start()))).close()
     assert calling == [["rank 0"], ["rank 0", "rank 1"]]
     assert not [one for one in threading.enumerate() if "watchdog" in one.name]
+
+
+@pytest.mark.parametrize("head_start", [0, 1])
+def test_each_rank_holds_its_nodes_folder_of_finished_micro_batches(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch, head_start: int
+) -> None:
+    held = list[RankMemory]()
+
+    class Held(RankMemory):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            held.append(self)
+
+    monkeypatch.setattr(pool_start, "RankMemory", Held)
+    spec = stream(stores, head_start)
+    place = next(spec.plan.micro_batches(spec.plan.start()))
+    opened = [one.open(place) for one in streams_of(spec, 2)]
+    for batches in opened:
+        list(batches)
+        batches.close()
+    assert len(held) == 2
 
 
 def fails(*_: Any, **options: Any) -> Any:

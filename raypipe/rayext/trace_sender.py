@@ -35,10 +35,6 @@ _MAX_HELD = (
 )
 
 
-TraceAnswer = bool
-"""The Supervisor's answer to events: whether the trace continues."""
-
-
 class TraceSender:
     """Sends the events of the calling process to the Supervisor of its stream, in a thread."""
 
@@ -90,12 +86,8 @@ class HeldTrace:
         self._chunks = deque[Chunk]()
         self._num_held = 0
 
-    def add(self, chunk: Chunk, process: Process | None) -> TraceAnswer:
-        """Take events of a process; the oldest give way if nobody takes them.
-
-        Args:
-            process: that of the Supervisor, whose events are part of the trace.
-        """
+    def add(self, chunk: Chunk) -> bool:
+        """Take events of a process; return whether the trace continues. The oldest give way if none are taken."""
         if self._goes_on:
             begin_recording()
             self._chunks.append(chunk)

@@ -30,7 +30,7 @@ from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
-from raypipe.rayext.trace_sender import HeldTrace, TraceAnswer
+from raypipe.rayext.trace_sender import HeldTrace
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import Sizes
 from raypipe.streaming.faults import Faults, Orders, named
@@ -389,9 +389,9 @@ class Supervisor:
         logger.warning("%s", event)
         self._record("scale", event)
 
-    def traced(self, chunk: Chunk) -> TraceAnswer:
-        """Take a process's events for the trace."""
-        return self._trace.add(chunk, self._process)
+    def traced(self, chunk: Chunk) -> bool:
+        """Take a process's events for the trace; return whether it continues."""
+        return self._trace.add(chunk)
 
     def take_trace(self) -> list[Chunk]:
         """Remove the trace's events so far, for rank 0, which writes them."""

@@ -64,7 +64,7 @@ def test_the_supervisor_holds_a_bounded_number_of_events(
     trace = HeldTrace()
     try:
         for number in range(7):
-            assert trace.add(Chunk(str(number), "x" * 10), ACTOR)
+            assert trace.add(Chunk(str(number), "x" * 10))
         assert [chunk.process for chunk in trace.take(None)] == ["5", "6"]
         assert trace.take(None) == []
     finally:
@@ -73,7 +73,7 @@ def test_the_supervisor_holds_a_bounded_number_of_events(
 
 def test_after_its_end_a_trace_takes_no_more() -> None:
     trace = HeldTrace()
-    trace.add(Chunk("actor", "[]"), None)
+    trace.add(Chunk("actor", "[]"))
     trace.end()
-    assert not trace.add(Chunk("actor", "[]"), None)
+    assert not trace.add(Chunk("actor", "[]"))
     assert len(trace.take(None)) == 1

@@ -82,7 +82,8 @@ class Contents:
 
     def is_public(self, split: Split) -> bool:
         """Return whether other streams can have the same content, since no code of the user's is part of it."""
-        return _is_public(self._spec, split, self._first(split)[0])
+        code = self._first(split)[0]
+        return _is_public(self._spec, split, code, _steps_of(code))
 
     def of_training(self) -> str:
         """Return a hash of all that a training makes: streams of one hash are alike. "" = like no other."""
@@ -131,18 +132,25 @@ def _is_fixed(spec: StreamSpec, code: Maker) -> bool:
     return bool(every) and not has_function and all(one.is_fixed for one in every)
 
 
-def _is_public(spec: StreamSpec, split: Split, code: Maker) -> bool:
-    code.weaken(1.0)  # the key of a micro-batch has its strength
-    descriptions = [_described(transform) for _, transform in code.transforms]
+def _steps_of(code: Maker) -> list[tuple[str, str | None]]:
+    """The transforms of each image in words, see `_described`, at full strength: a key has its own."""
+    code.weaken(1.0)
+    return [(field, _described(transform)) for field, transform in code.transforms]
+
+
+def _is_public(
+    spec: StreamSpec, split: Split, code: Maker, steps: list[tuple[str, str | None]]
+) -> bool:
     has_facts = spec.store_facts.get(split) is not None
-    return has_facts and not code.has_user_code and None not in descriptions
+    are_described = all(description is not None for _, description in steps)
+    return has_facts and not code.has_user_code and are_described
 
 
 def _digest_of(
     spec: StreamSpec, split: Split, code: Maker, size: Size, stream: str
 ) -> bytes:
-    is_public = _is_public(spec, split, code)
-    steps = [(field, _described(transform)) for field, transform in code.transforms]
+    steps = _steps_of(code)
+    is_public = _is_public(spec, split, code, steps)
     is_exact = all(not transform.has_rest for _, transform in code.transforms)
     settings = dataclasses.asdict(spec.transform)
     columns = dataclasses.replace(spec.columns, function=None)

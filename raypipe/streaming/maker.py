@@ -33,7 +33,7 @@ from raypipe.streaming.sample_makers import Maker, SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.samples import check_labels, read_samples
+from raypipe.transform.samples import check_labels, read_by_reader, read_samples
 from raypipe.transform.sizes import has_sizes
 
 if TYPE_CHECKING:
@@ -184,11 +184,7 @@ class MicroBatchMaker:
             batches += finished
             bad += bad_of_span
         if given is not None:
-            read_s = given.read_s / num
-            outage_s = given.outage_s / num
-            batches = [
-                replace(batch, read_s=read_s, outage_s=outage_s) for batch in batches
-            ]
+            batches = read_by_reader(batches, given)
         arrays = dict[str, np.ndarray]()
         if len(spans) == 1:
             arrays = {

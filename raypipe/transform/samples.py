@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.numbers import MAX_LABEL
-from raypipe.transform.fields import LABEL
+from raypipe.transform.fields import LABEL, MicroBatch
 
 NO_LABEL = int(np.iinfo(np.int64).min)
 """Stands for a label that is missing or damaged, or that int64 cannot hold: its sample is a bad one."""
@@ -102,6 +103,13 @@ def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
     if labels.null_count:
         labels = labels.fill_null(NO_LABEL)
     return labels.to_numpy()
+
+
+def read_by_reader(batches: Sequence[MicroBatch], given: Columns) -> list[MicroBatch]:
+    """Return the micro-batches of a block with equal parts of the seconds that a reader spent on its samples."""
+    read_s = given.read_s / len(batches)
+    outage_s = given.outage_s / len(batches)
+    return [replace(batch, read_s=read_s, outage_s=outage_s) for batch in batches]
 
 
 def check_labels(

@@ -20,6 +20,7 @@ from raypipe.streaming.memory.stored import Finished
 from raypipe.streaming.memory.streams import Streams
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import read_by_reader
 
 Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
 """Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
@@ -95,11 +96,7 @@ class Recall:
                 time.sleep(_LOOK_S)
         batches = [finished[number][0] for number in range(len(block))]
         if given is not None:
-            read_s = given.read_s / len(block)
-            outage_s = given.outage_s / len(block)
-            batches = [
-                replace(batch, read_s=read_s, outage_s=outage_s) for batch in batches
-            ]
+            batches = read_by_reader(batches, given)
         bad = [sample for _, of_one in finished.values() for sample in of_one]
         return batches, bad, {}
 

@@ -47,54 +47,50 @@ class Tile:
     targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-class _Page:
-    """A white picture, and what writes and draws on it."""
-
-    def __init__(self, width: int, height: int) -> None:
-        from PIL import Image, ImageDraw, ImageFont
-
-        self.image = Image.new("RGB", (width, height), "white")
-        self._pen = ImageDraw.Draw(self.image)
-        self._font = ImageFont.load_default_imagefont()
-
-    def write(self, x: int, y: int, lines: list[str]) -> None:
-        for number, line in enumerate(lines):
-            self._pen.text((x, y + number * _LINE), line, "black", self._font)
-
-    def put(self, x: int, y: int, tile: Tile) -> None:
-        """Draw a tile, in the middle of its square, with its caption below."""
-        self._pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
-        if tile.image is not None:
-            image = _drawn(tile.image, tile.targets)
-            corner = (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2)
-            self.image.paste(image, corner)
-        self.write(x, y + 8, wrapped(tile.reason, _TILE, 8))
-        caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
-        self.write(x, y + _TILE + 4, caption[:3])
-
-
 def draw_tiles(
     rows: Sequence[Sequence[Tile]],
     title: str,
     names: Sequence[str],
     headers: Mapping[int, str] | None = None,
 ) -> Any:
-    """Draw rows of tiles into a PIL.Image, under a title, headers by their columns, and the columns' names."""
+    """Draw rows of tiles into a PIL.Image, under a title, headers by their columns, and the columns' names.
+
+    A tile is in the middle of its square, with its caption below.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
     width = len(names) * (_TILE + _GUTTER) - _GUTTER
     headers = headers or {}
     heading = wrapped(title, width, 8)
     above = _MARGIN + _LINE * len(heading) + (44 if headers else 26)
-    page = _Page(width + 2 * _MARGIN, above + len(rows) * _ROW)
-    page.write(_MARGIN, _MARGIN, heading)
+    size = (width + 2 * _MARGIN, above + len(rows) * _ROW)
+    picture = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(picture)
+    font = ImageFont.load_default_imagefont()
+
+    def write(x: int, y: int, lines: list[str]) -> None:
+        for number, line in enumerate(lines):
+            pen.text((x, y + number * _LINE), line, "black", font)
+
+    write(_MARGIN, _MARGIN, heading)
     for column, header in headers.items():
         columns = max(2, (len(names) - 1) // len(headers))
-        page.write(_left(column), above - 36, wrapped(header, columns * _TILE, 1))
+        write(_left(column), above - 36, wrapped(header, columns * _TILE, 1))
     for column, name in enumerate(names):
-        page.write(_left(column), above - 18, wrapped(name, _TILE, 1))
+        write(_left(column), above - 18, wrapped(name, _TILE, 1))
     for number, row in enumerate(rows):
         for column, tile in enumerate(row):
-            page.put(_left(column), above + number * _ROW, tile)
-    return page.image
+            x = _left(column)
+            y = above + number * _ROW
+            pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
+            if tile.image is not None:
+                image = _drawn(tile.image, tile.targets)
+                middle = ((_TILE - image.width) // 2, (_TILE - image.height) // 2)
+                picture.paste(image, (x + middle[0], y + middle[1]))
+            write(x, y + 8, wrapped(tile.reason, _TILE, 8))
+            caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
+            write(x, y + _TILE + 4, caption[:3])
+    return picture
 
 
 def save_picture(picture: Any, output: str) -> None:

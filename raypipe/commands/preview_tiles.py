@@ -9,6 +9,7 @@ has the sample in that epoch, so an augmented tile shows exactly the input of th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,14 +45,8 @@ class Preview:
 
     def __init__(self, maker: StepMaker) -> None:
         self.maker = maker
-        spec = maker.spec
-        self.plan = spec.plan
-        self.store = spec.stores["train"]
-        self._ending = spec.endings.get("train")
-        self._columns = spec.columns
-        self._names = spec.names
-        self._targets = spec.transform.target_columns
-        self._config = spec.transform
+        self.plan = maker.spec.plan
+        self._targets = maker.spec.transform.target_columns
         # an augmentation that cannot be built is an error at once
         _ = maker.stage.augment
 
@@ -61,35 +56,31 @@ class Preview:
         """A row of tiles per sample, and the names of the columns of one epoch."""
         rows = [[self._decoded(index)] for index in indices]
         names = [""]
-        for epoch in epochs:
-            draws = find_draws(self.plan, epoch, indices)
-            # Each micro-batch once, and one at a time.
-            for micro_batch in dict.fromkeys(
-                micro_batch for micro_batch, _ in draws if micro_batch is not None
+        for number, epoch in enumerate(epochs):
+            drawn = defaultdict(list)
+            for row, (place, there) in zip(
+                rows, find_draws(self.plan, epoch, indices), strict=True
             ):
-                remade = Remade(self.maker, micro_batch)
-                images, moved = self.stages(remade)
-                names = [*images]
-                for row, (drawn_in, position) in zip(rows, draws, strict=True):
-                    if drawn_in == micro_batch:
-                        row += self._of_row(remade, images, moved, position)
-            for row, (drawn_in, _) in zip(rows, draws, strict=True):
-                if drawn_in is None:
-                    reason = "not drawn in this epoch"
-                    row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
+                if place is None:
+                    row.append(Tile(None, (), "not drawn in this epoch"))
+                else:
+                    drawn[place].append((row, there))
+            # each micro-batch once, and one at a time
+            for place, samples in drawn.items():
+                remade = Remade(self.maker, place)
+                made, names = self.of_micro_batch(remade, [at for _, at in samples])
+                for (row, _), tiles in zip(samples, made, strict=True):
+                    row += tiles
+            for row in rows:
+                row += [Tile(None)] * (1 + (number + 1) * len(names) - len(row))
         return rows, names
 
     def of_micro_batch(
-        self, remade: Remade, num_rows: int
+        self, remade: Remade, rows: Sequence[int]
     ) -> tuple[list[list[Tile]], list[str]]:
-        """The tiles of the first rows of a micro-batch, as the CPU made it and as the model sees it; and their
-        names."""
+        """The tiles of rows of a micro-batch, as the CPU made it and as the model sees it; and their names."""
         images, moved = self.stages(remade)
-        tiles = [
-            self._of_row(remade, images, moved, row)
-            for row in range(min(num_rows, len(remade.host.index)))
-        ]
-        return tiles, [*images]
+        return [self._of_row(remade, images, moved, row) for row in rows], [*images]
 
     @torch.no_grad()
     def stages(
@@ -101,32 +92,30 @@ class Preview:
         if arrived.views:
             return self._crops(fed), {}
         moved = {name: fed.fields[name].numpy() for name in self._targets}
+        ending = self.maker.spec.endings.get("train")
+        by_cpu = ending is not None and not ending.on_device
         return {
-            "transformed": self._shown(arrived.image, self._is_normalized),
+            "transformed": self._shown(arrived.image, by_cpu),
             "augmented": self._shown(fed.image),
         }, moved
 
     def _crops(self, fed: Batch) -> dict[str, np.ndarray]:
         """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""
         images: dict[str, np.ndarray] = {}
-        crops: dict[str, np.ndarray] = {}
         for name, view in fed.views.items():
             if view.ndim == 4:
                 images[name] = self._shown(view)
                 continue
             for number, crop in enumerate(view.unbind(1)):
-                crops[f"{name} {number}"] = self._shown(crop)
-        return images | crops
-
-    @property
-    def _is_normalized(self) -> bool:
-        """True if the CPU normalizes."""
-        return self._ending is not None and not self._ending.on_device
+                images[f"{name} {number}"] = self._shown(crop)
+        return images
 
     def _shown(self, image: torch.Tensor, is_normalized: bool = True) -> np.ndarray:
         """Images (B, C, H, W), normalized floats or not → (B, H, W, C), uint8 if they were normalized."""
-        config = self.maker.stage.config
-        by = self._ending if self._is_normalized or config is None else config
+        ending = self.maker.spec.endings.get("train")
+        by: Any = self.maker.stage.config
+        if by is None or (ending is not None and not ending.on_device):
+            by = ending
         if by is not None and is_normalized and image.is_floating_point():
             mean, std = (
                 torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
@@ -135,19 +124,22 @@ class Preview:
         return image.permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
+        spec = self.maker.spec
+        config = spec.transform
         sample = read_samples(
-            self.store, np.array([index]), self._names, self._columns.reads_class
+            spec.stores["train"],
+            np.array([index]),
+            spec.names,
+            spec.columns.reads_class,
         )
-        if LABEL in self._columns.types:
-            name = ""
-        else:
+        name = ""
+        if LABEL not in spec.columns.types:
             name = self._class(int(sample.labels[0]))
         try:
-            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.images[0])))
+            image = as_rgb(decoder_of(config)(stored_bytes(sample.images[0])))
             height, width = image.shape[:2]
-            form = self._config.boxes_format
             targets: Any = decode_targets(
-                sample.row(0), self._targets, (height, width), form
+                sample.row(0), self._targets, (height, width), config.boxes_format
             )
         except SampleError as error:
             return Tile(None, (name, f"sample {index}"), str(error))
@@ -179,9 +171,9 @@ class Preview:
             if mixed is not None:
                 kind = "CutMix" if mixed.is_cutmix else "MixUp"
                 mixed_class = self._class(mixed.target[row].numpy())
-                lam = float(
-                    mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam
-                )
+                lam = mixed.lam
+                if isinstance(lam, torch.Tensor):
+                    lam = float(lam[row])
                 label = (
                     f"{kind}: {lam:.2f} {label[1]}",
                     f"+ {1 - lam:.2f} {mixed_class}",
@@ -196,21 +188,20 @@ class Preview:
         lines = [f"step {micro_batch.step}, micro {micro_batch.micro}, row {row}"]
         if batch.index[row] != self.plan.indices(micro_batch)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")
-        columns = in_group(batch.fields, COLUMN)
-        values = {
-            name: rows.unpacked() if isinstance(rows, Ragged) else rows
-            for name, rows in columns.items()
-        }
-        texts = [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]
+        texts = []
+        for name, rows in in_group(batch.fields, COLUMN).items():
+            values = rows.unpacked() if isinstance(rows, Ragged) else rows
+            texts.append(f"{name} {_short(values[row])}")
         return [*lines, ", ".join(texts)] if texts else lines
 
     def _class(self, label: Any) -> str:
         """Name a class, by its number if the picture's font may lack its name; or give another target."""
-        if self._columns.target:
+        columns = self.maker.spec.columns
+        if columns.target:
             return f"target {_short(label)}"
-        if not self._columns.has_target:
+        if not columns.has_target:
             return ""
-        names = self.store.classes or ()
+        names = self.maker.spec.stores["train"].classes or ()
         if label == NO_LABEL:
             return "no label"
         if 0 <= label < len(names) and names[label].isascii():

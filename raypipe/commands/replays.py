@@ -194,7 +194,8 @@ def _tiles(
     from raypipe.commands.preview_tiles import Preview
 
     remade = replay.remade(place)
-    groups, names = Preview(remade.maker).of_micro_batch(remade, room)
+    rows = range(min(room, len(remade.host.index)))
+    groups, names = Preview(remade.maker).of_micro_batch(remade, rows)
     if remade.maker.stage.config is None and "augmented" in names:
         # the model saw what the CPU made
         groups, names = [group[:1] for group in groups], names[:1]

@@ -73,25 +73,24 @@ def check_samples(
     targets = targets or {}
     of_run = of_run or NO_COLUMNS
     maker = ColumnMaker(of_run) if of_run else None
-    columns = _columns_of(store, targets, of_run)
+    labels = {"label"} & set(store.schema.names)
+    names = dict.fromkeys(("image", *labels, *targets.values(), *of_run.stored))
     for few in np.split(indices, range(_READ, len(indices), _READ)):
-        read = {name: read_each(store, few, column) for name, column in columns.items()}
+        read = {name: read_each(store, few, name) for name in names}
         for position, index in enumerate(few.tolist()):
             sample = {name: values[position] for name, (values, _) in read.items()}
             reason = next(
                 filter(None, (errors.get(position) for _, errors in read.values())), ""
             )
-            if "label" in columns and sample["label"] is None:
-                reason = reason or WRONG_LABEL
             height = width = 0
             if not reason:
                 try:
+                    if "label" in sample and sample["label"] is None:
+                        raise SampleError(WRONG_LABEL)
                     if maker:
-                        of_columns = {
-                            name: sample[f"column {name}"] for name in of_run.stored
-                        }
-                        maker.one(of_columns, (index, 0))
-                    height, width = _decoded_size(sample, targets, boxes_format)
+                        maker.one(sample, (index, 0))
+                    height, width, _ = decode_any(sample["image"]).shape
+                    decode_targets(sample, targets, (height, width), boxes_format)
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
@@ -101,35 +100,11 @@ def check_samples(
                 index,
                 _format(image),
                 len(image),
-                height,
-                width,
+                0 if reason else height,
+                0 if reason else width,
                 reason,
                 0 if reason else _largest(image),
             )
-
-
-def _columns_of(
-    store: Store, targets: Mapping[str, str], of_run: SampleColumns
-) -> dict[str, str]:
-    """Return the columns to read, by the names of what they are."""
-    columns = {"image": "image"}
-    if "label" in store.schema.names:
-        columns["label"] = "label"
-    return columns | dict(targets) | {f"column {name}": name for name in of_run.stored}
-
-
-def _decoded_size(
-    sample: Mapping[str, Any], targets: Mapping[str, str], boxes_format: str
-) -> tuple[int, int]:
-    """Decode an image and its targets; return its height and width.
-
-    Raises:
-        SampleError: they cannot be decoded, or do not fit together.
-    """
-    height, width, _ = decode_any(sample["image"]).shape
-    names = {name: name for name in targets}
-    decode_targets(sample, names, (height, width), boxes_format)
-    return height, width
 
 
 def _broken_link(store: Store, index: int) -> str:

@@ -54,15 +54,10 @@ class UserMetric:
                 f"{self.setting} would add up the ranks' values a second time: make it with sync_on_compute=False"
             )
 
-    def measure(
+    def seen(
         self, outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     ) -> Any:
-        """Measure one micro-batch: its sums by name, or a copy of the object that has seen its samples.
-
-        A micro-batch without any readable sample has no copy of the object.
-        """
-        if not self.is_object:
-            return self._sums(self._value(outputs, targets, weights), weights)
+        """Return a copy of the object that has seen a micro-batch's samples; None = none of them can be read."""
         real = weights > 0
         if not real.any():
             return None
@@ -70,9 +65,11 @@ class UserMetric:
         metric.update(outputs[real].cpu(), targets[real].cpu())
         return metric
 
-    def _sums(
-        self, values: Any, weights: torch.Tensor
+    def sums(
+        self, outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the function's sums over a micro-batch, and their counts, by name."""
+        values = self._value(outputs, targets, weights)
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"{self.setting} returned a {type(values).__name__}: {_EXPECTED}"
@@ -130,11 +127,9 @@ class Validation:
     def __init__(self, metric: UserMetric | None, gather: Gather) -> None:
         self._metric = metric
         self._gather = gather
-        self._order: list[tuple[int, int]] = []
-        # For each micro-batch, on the device, so that the host does not wait for it.
-        self._sums: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._objects: list[Any] = []
+        # Of each micro-batch: its place; its sums, on the device, so that the host does not wait; and an object.
+        self._rows: list[tuple[tuple[int, int], torch.Tensor, Any]] = []
 
     def add(
         self,
@@ -153,43 +148,47 @@ class Validation:
             outputs, targets: arguments of the user's metric.
         """
         count = weights.double().sum()
-        terms = [weighted_sum(losses, weights), weighted_sum(correct, weights), count]
-        if self._metric:
-            measured = self._metric.measure(outputs, targets, weights)
-            if self._metric.is_object:
-                self._objects.append(measured)
-            else:
-                self._take_names(list(measured))
-                terms += [term for pair in measured.values() for term in pair]
-        self._order.append(order)
-        self._sums.append(torch.stack(terms))
-
-    def _take_names(self, names: list[str]) -> None:
-        if self._sums and names != self._names:
-            assert self._metric
-            raise ConfigError(
-                f"{self._metric.setting} returned {names} for a micro-batch, and {self._names} for the first one: "
-                "return the same names for each"
-            )
-        self._names = names
+        sums = {
+            "accuracy": (weighted_sum(correct, weights), count),
+            "loss": (weighted_sum(losses, weights), count),
+        }
+        seen = None
+        if self._metric and self._metric.is_object:
+            seen = self._metric.seen(outputs, targets, weights)
+        elif self._metric:
+            sums |= self._metric.sums(outputs, targets, weights)
+            if self._rows and [*sums] != self._names:
+                raise ConfigError(
+                    f"{self._metric.setting} returned {[*sums][2:]} for a micro-batch, and {self._names[2:]} for "
+                    "the first one: return the same names for each"
+                )
+        self._names = [*sums]
+        terms = [term for pair in sums.values() for term in pair]
+        self._rows.append((order, torch.stack(terms), seen))
 
     def result(self) -> tuple[dict[str, float], int]:
         """Return the values by name, and the number of samples; all ranks call it."""
-        sums = torch.stack(self._sums).cpu().tolist() if self._sums else []
-        objects = self._objects or [None] * len(sums)
-        rank_rows = list(zip(self._order, sums, objects, strict=True))
-        rows = [row for rank in self._gather(rank_rows) for row in rank]
+        on_device = [sums for _, sums, _ in self._rows]
+        on_host = torch.stack(on_device).tolist() if on_device else []
+        own = [
+            (order, sums, seen)
+            for (order, _, seen), sums in zip(self._rows, on_host, strict=True)
+        ]
+        rows = [row for rank in self._gather(own) for row in rank]
         rows.sort(key=lambda row: row[0])
         totals = [math.fsum(column) for column in zip(*(sums for _, sums, _ in rows))]  # noqa: B905  equally long
-        loss, correct, count, *pairs = totals
+        count = totals[1]
         if not count:
             return {}, 0
-        values = {"accuracy": correct / count, "loss": loss / count}
-        for name, total, of in zip(self._names, pairs[::2], pairs[1::2], strict=True):
-            values[name] = total / of if of else math.nan
+        values = {
+            name: total / of if of else math.nan
+            for name, total, of in zip(
+                self._names, totals[::2], totals[1::2], strict=True
+            )
+        }
         if self._metric and self._metric.is_object:
-            metrics = [metric for _, _, metric in rows if metric is not None]
-            values |= self._metric.merged(metrics)
+            seen = [metric for _, _, metric in rows if metric is not None]
+            values |= self._metric.merged(seen)
         return values, int(count)
 
 

@@ -295,20 +295,15 @@ class StreamTrainer(transformers.Trainer):
             unexpected = [
                 name for name in unexpected if name in report["unexpected_keys"]
             ]
-        wrong = [
-            *(
-                [f"lacks {len(missing)} weights of the model ({_some(missing)})"]
-                if missing
-                else []
-            ),
-            *(
-                [
-                    f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"
-                ]
-                if unexpected
-                else []
-            ),
-        ]
+        wrong = []
+        if missing:
+            wrong.append(
+                f"lacks {len(missing)} weights of the model ({_some(missing)})"
+            )
+        if unexpected:
+            wrong.append(
+                f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"
+            )
         if wrong:
             raise ConfigError(
                 f"{self._loaded_from} {' and '.join(wrong)}: build the model that was saved, or start a new run "

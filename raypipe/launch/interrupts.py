@@ -39,11 +39,14 @@ class Interrupts:
 
     Args:
         grace_s: time for the trainers to notice the request, before they are aborted: a step may take minutes.
+
+    Attributes:
+        reason: reason of `give_up`; empty = it was not called.
     """
 
     def __init__(self, grace_s: float = 6.0) -> None:
         self._grace_s = grace_s
-        self._reason = ""
+        self.reason = ""
         self._is_aborted = False
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
@@ -85,13 +88,8 @@ class Interrupts:
 
     def give_up(self, reason: str) -> None:
         """End the run from any thread, as a second signal does, with an error."""
-        self._reason = reason
+        self.reason = reason
         self._abort()
-
-    @property
-    def reason(self) -> str:
-        """Reason of `give_up`; empty = it was not called."""
-        return self._reason
 
     def _abort(self) -> None:
         if self._ended.is_set():

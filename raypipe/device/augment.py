@@ -25,13 +25,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
@@ -45,10 +46,11 @@ from raypipe.device.fused import (
     pack,
 )
 from raypipe.device.mixing import Mix, check_mixable, draw_mix, mix
+from raypipe.device.module_checks import moves_pixels
 from raypipe.device.modules import (
-    CHANGES_SIZE,
     Augmented,
-    UserModule,
+    ChosenRows,
+    ModuleSteps,
     all_seeded,
     resolved,
 )
@@ -58,7 +60,7 @@ from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.packages import how_to_get
 from raypipe.plan.order import Domain
-from raypipe.transform.columns import ColumnType
+from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
 
@@ -127,11 +129,8 @@ class DeviceAugment:
         config: operations, mixing and normalization.
         device: where batches are.
         dtype: dtype of the resulting images.
-        targets: names of the masks, boxes and keypoints of batches: only a module may move pixels, together with
-            them.
-        views: whether training batches have views, which cannot be mixed.
-        has_label: whether batches have a target.
-        target: its type; None = classes, int64.
+        batches: facts about the batches: only a module may move pixels of those with masks, boxes or keypoints,
+            together with them; and views cannot be mixed.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
@@ -144,7 +143,7 @@ class DeviceAugment:
         mixes: whether batches have two targets, see `Batch.mix`.
         normalizes: whether the module normalizes, and nothing behind it.
         preset: the operations of the preset; None = it has none.
-        operations: Kornia's operations that follow it.
+        modules: Kornia's operations that follow it, and the user's module; None = there are none.
     """
 
     def __init__(
@@ -152,13 +151,11 @@ class DeviceAugment:
         config: AugmentConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        targets: Collection[str] = (),
-        views: bool = False,
-        has_label: bool = True,
-        target: ColumnType | None = None,
+        batches: DeviceInput = IMAGES,
     ) -> None:
-        if target:
-            check_mixable(config, target.dtype, target.shape)
+        targets = batches.targets
+        if batches.target:
+            check_mixable(config, batches.target.dtype, batches.target.shape)
         self._mixing = [
             name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
         ]
@@ -170,30 +167,34 @@ class DeviceAugment:
         with pinned(self.device):
             with _seeded(0, self.device):
                 # weights of a user's class may be drawn
-                self.config = config = resolved(config)
+                self.config = config = resolved(config, batches.endings.get("train"))
             self.normalize = Normalize(config, self.device, dtype)
         self.preset = _fitting_preset(config, bool(targets))
         channels = len(config.mean)
-        self._module: UserModule | None = None
+        self.modules: ModuleSteps | None = None
         with pinned(self.device):
-            self.operations = [
+            operations = [
                 build_operation(entry, bool(targets), channels) for entry in config.ops
             ]
-            if config.module:
-                self._module = UserModule(
-                    config.module, self.device, targets, has_label
+            if operations or config.module:
+                self.modules = ModuleSteps(
+                    config.module,
+                    self.device,
+                    targets,
+                    batches.has_target,
+                    operations,
                 )
         self._stream: Any = None  # made when the first batch has come from a ring
         self._runs_apart = not config.differentiable and not _has_state(config.module)
-        self._targets = (*targets, *([LABEL] if has_label else []))
-        module_mixes = self._module is not None and self._module.mixes
+        self._targets = (*targets, LABEL) if batches.has_target else targets
+        module_mixes = self.modules is not None and self.modules.mixes
         if module_mixes and self._mixing:
             raise ConfigError(
                 f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
             )
         self.mixes = module_mixes or bool(self._mixing)
-        self.normalizes = self._module is not None and self._module.normalizes
-        if views:
+        self.normalizes = self.modules is not None and self.modules.normalizes
+        if batches.has_views:
             self._check_views()
 
     def __call__(
@@ -243,7 +244,7 @@ class DeviceAugment:
         The seed of a crop is hashed of the micro-batch's, the view's name and the crop's number.
         """
         self._check_views()
-        if not (self.preset or self.operations or self._module):
+        if not (self.preset or self.modules):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
         for name, view in views.items():
@@ -336,8 +337,7 @@ class DeviceAugment:
     ) -> Augmented:
         """Augment and normalize, without mixing by the configuration."""
         image = augmented.image
-        module = self._module
-        if image.dtype != torch.uint8 and (self.preset or self.operations or module):
+        if image.dtype != torch.uint8 and (self.preset or self.modules):
             image = scaled(image)
         if self.preset:
             rows, _, height, width = image.shape
@@ -346,19 +346,16 @@ class DeviceAugment:
             image = apply(
                 self.preset, image, packed.to(image.device, non_blocking=True)
             )
-        if not (self.operations or module):
+        if not self.modules:
             return Augmented(self.normalize(image), augmented.targets)
         if not image.is_floating_point():
             image = scaled(image)
-        with (
-            all_seeded(seed) if module else contextlib.nullcontext(),
-            _seeded(seed, self.device),
-        ):
-            for operation in self.operations:
-                image = operation(image, strength)
-            augmented = Augmented(image, augmented.targets)
-            if module:
-                augmented = module(augmented, counts, seed, strength)
+        # Kornia draws by torch alone
+        of_user = all_seeded(seed) if self.config.module else contextlib.nullcontext()
+        with of_user, _seeded(seed, self.device):
+            augmented = self.modules(
+                Augmented(image, augmented.targets), counts, seed, strength
+            )
         if self.normalizes:
             image = self.normalize.cast(augmented.image)
         else:
@@ -448,60 +445,18 @@ def _operations() -> dict[str, Any]:
     return operations
 
 
-def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
-    """Apply a module of Kornia's; it draws on the host, since it was never moved to the device.
-
-    Kornia moves what it needs, not waiting.
-    """
-    return module(image, params=module.forward_parameters(image.shape))
-
-
-class KorniaOperation:
-    """A configured operation of Kornia's on float images (B, C, H, W) in [0, 1], random by torch's CPU generator.
-
-    Attributes:
-        op: its name.
-        module: Kornia's module, which keeps what it drew last.
-        chosen: bool (B,), on the host: rows that a policy was applied to last; None = all.
-    """
-
-    def __init__(self, op: str, module: Any) -> None:
-        from kornia.augmentation.auto.base import PolicyAugmentBase
-
-        self.op = op
-        self.module = module
-        self.chosen: torch.Tensor | None = None
-        self._is_policy = isinstance(module, PolicyAugmentBase)
-        self._is_scaled = op not in CHANGES_SIZE and not self._is_policy
-        self._probability = float(getattr(module, "p", 1.0))
-
-    def __call__(self, image: torch.Tensor, strength: float) -> torch.Tensor:
-        """Apply it.
-
-        Args:
-            strength: the share of rows that a policy is applied to; it scales the probability of others.
-        """
-        chosen = None
-        if self._is_policy:
-            chosen = torch.rand(len(image)) < strength
-        if self._is_scaled:
-            self.module.p = self._probability * strength
-        result = _applied(self.module, image)
-        self.chosen = chosen
-        if chosen is None or strength >= 1:
-            return result
-        return torch.where(
-            chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image
-        )
-
-
 def build_operation(
     entry: dict[str, Any], targets: bool = False, channels: int = 3
-) -> KorniaOperation:
+) -> nn.Module:
     """Build one configured operation on images with this many channels; raises ConfigError as
     `DeviceAugment`."""
-    operation = _operation_class(entry["op"], targets, channels)
-    return KorniaOperation(entry["op"], _tried_module(operation, entry, channels))
+    module = _tried_module(_operation_class(entry["op"], channels), entry, channels)
+    # a policy has geometric operations among its own
+    if targets and moves_pixels(module):
+        raise _moves(entry["op"])
+    from kornia.augmentation.auto.base import PolicyAugmentBase
+
+    return ChosenRows(module) if isinstance(module, PolicyAugmentBase) else module
 
 
 def preset_params(
@@ -517,15 +472,14 @@ def view_seed(name: str, crop: int, seed: int) -> int:
     return int(view_key(name, crop, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
 
 
-def _operation_class(op: str, targets: bool, channels: int) -> Any:
-    """Return Kornia's class of a name; raise ConfigError if it does not fit the targets or the channels."""
+def _operation_class(op: str, channels: int) -> Any:
+    """Return Kornia's class of a name; raise ConfigError if it does not fit the channels."""
     try:
         operations = _operations()
     except ImportError as error:
         raise ConfigError(
             f"augment.ops are Kornia's: {error}{how_to_get('kornia')}"
         ) from error
-    from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     operation: Any = operations.get(op)
@@ -535,11 +489,6 @@ def _operation_class(op: str, targets: bool, channels: int) -> Any:
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
             f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
         )
-    # A policy has geometric operations among its own.
-    if targets and (
-        not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"
-    ):
-        raise _moves(op)
     # Operations of color are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (
         issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"
@@ -565,9 +514,9 @@ def _tried_module(operation: Any, entry: dict[str, Any], channels: int) -> Any:
         # larger images, for which others would take seconds.
         with torch.random.fork_rng([]):
             try:
-                result = _applied(module, torch.full((2, channels, 32, 32), 0.5))
+                result = module(torch.full((2, channels, 32, 32), 0.5))
             except Exception:
-                result = _applied(module, torch.full((2, channels, 1024, 1024), 0.5))
+                result = module(torch.full((2, channels, 1024, 1024), 0.5))
         module.p = probability
     except Exception as error:
         if channels == 3:

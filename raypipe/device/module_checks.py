@@ -114,7 +114,7 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
                 f"{_setting_of(name)}, or leave the key out"
             )
     behind = [name for name in targets if name not in keys]
-    if behind and any(map(_moves, inner)):
+    if behind and any(map(moves_pixels, inner)):
         all_keys = _all_keys(targets)
         raise ConfigError(
             f"augment.module: K.AugmentationSequential moves the image and leaves {behind[0]!r} behind: give it "
@@ -155,7 +155,7 @@ def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> 
                 f"augment.module: {_name(child)} changes targets: make it a separate step, as nn.Sequential(…, "
                 f"K.{_name(child)}(…))"
             )
-        if targets and _moves(child):
+        if targets and moves_pixels(child):
             keys = _all_keys(targets)
             first = next(iter(targets))
             raise ConfigError(
@@ -188,7 +188,7 @@ def _operations(module: nn.Module) -> Iterator[Any]:
             yield child
 
 
-def _moves(operation: Any) -> bool:
+def moves_pixels(operation: Any) -> bool:
     """Return whether an operation of Kornia's moves or erases pixels."""
     is_of_color = kornia_class(operation, "IntensityAugmentationBase2D")
     return not is_of_color or _name(operation) == "RandomErasing"

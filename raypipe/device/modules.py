@@ -1,4 +1,4 @@
-"""The user's module on a micro-batch: Kornia's as training scripts have them, or any other. Knows torch, not Ray.
+"""Modules on a micro-batch: Kornia's operations, and the user's own. Knows torch, not Ray.
 
     step                                     gets and returns
     K.AugmentationSequential                 the image, and the mask, boxes, keypoints that its data_keys name
@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from raypipe.device.mixing import Mix
 from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
+from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL
 from raypipe.transform.process_state import process_kept, seed_process
 
@@ -99,8 +100,11 @@ def built(module: Any) -> Any:
     return usable
 
 
-def resolved(config: AugmentConfig) -> AugmentConfig:
+def resolved(config: AugmentConfig, ending: Ending | None = None) -> AugmentConfig:
     """Return the configuration with its module as an object, and with the normalization that the module ends with.
+
+    Args:
+        ending: that of the pipeline before it, whose numbers the configuration has if it normalizes.
 
     Raises:
         ConfigError: see `built`; or the configuration has another normalization.
@@ -111,15 +115,16 @@ def resolved(config: AugmentConfig) -> AugmentConfig:
     if (ends_with := normalization_of(module)) is None:
         return replace(config, module=module)
     mean, std = ends_with
-    config_norm = (config.mean, config.std)
-    if config_norm not in (
-        (mean, std),
-        (PLAIN.mean, PLAIN.std),
-        (AugmentConfig.mean, AugmentConfig.std),
-    ):
+    fitting = [ends_with]
+    other = "augment.mean and augment.std are others"
+    if ending and ending.normalizes:
+        other = f"transform.train with {ending.steps} ({ending.described})"
+    else:
+        fitting += [(PLAIN.mean, PLAIN.std), (AugmentConfig.mean, AugmentConfig.std)]
+    if (config.mean, config.std) not in fitting:
         raise ConfigError(
             f"augment.module {_named(config.module)!r} ends with Normalize({list(mean)}, {list(std)}), and "
-            "augment.mean and augment.std are others: leave one of the two out"
+            f"{other}: images are normalized once, so leave one of the two out"
         )
     return replace(config, module=module, mean=mean, std=std)
 
@@ -149,16 +154,44 @@ def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     return next(whole), next(whole)
 
 
-class UserModule:
-    """A user's module, or a function, as an operation on micro-batches.
+class ChosenRows(nn.Module):
+    """A policy of Kornia's, for as large a share of the rows as the strength.
+
+    Attributes:
+        chosen: bool (B,), on the host: the rows that it was applied to last.
+    """
+
+    chosen: torch.Tensor
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, image: torch.Tensor, strength: float) -> torch.Tensor:
+        self.chosen = torch.rand(len(image)) < strength
+        result: torch.Tensor = self.policy(image)
+        if strength >= 1:
+            return result
+        return torch.where(_sent(self.chosen, image).view(-1, 1, 1, 1), result, image)
+
+
+class ModuleSteps:
+    """Kornia's operations and a user's module, or a function, as one operation on micro-batches.
 
     Args:
-        module: from `built`; its weights and buffers are moved, in place, to the device.
+        module: from `built`; its weights and buffers are moved, in place, to the device; empty = none.
+        device: where batches are.
         targets: names of the mask, boxes and keypoints of the stream.
         has_label: whether batches have a target.
+        operations: those of `augment.ops`, which come first.
 
     Raises:
         ConfigError: a step would leave a target behind, or cannot be used, see `module_checks`.
+
+    Attributes:
+        steps: what is called, one after the other.
+        mixes: whether one of them mixes the targets.
+        normalizes: whether they end with a `Normalize`.
     """
 
     def __init__(
@@ -167,17 +200,26 @@ class UserModule:
         device: torch.device,
         targets: Collection[str],
         has_label: bool,
+        operations: Sequence[nn.Module] = (),
     ) -> None:
         self._module = module
         self._name = _named(module)
-        self._steps = [*module] if type(module) is nn.Sequential else [module]
-        check_steps(module, self._steps, targets, has_label)
-        self.mixes = any(map(mixes_labels, self._steps))
+        self._operations = operations
+        own = [module] if module else []
+        if type(module) is nn.Sequential:
+            own = [*module]
+        check_steps(module, own, targets, has_label)
+        self.steps = [*operations, *own]
+        self.mixes = any(map(mixes_labels, own))
         self.normalizes = normalization_of(module) is not None
-        self._takes_strength = (
-            "strength" in inspect.signature(_call_of(module)).parameters
-        )
-        self._scaled = {} if self._takes_strength else _probabilities(module)
+        # by their identity: a callable need not have a hash
+        self._take_strength = set[int]()
+        self._scaled: dict[tuple[nn.Module, str], float] = {}
+        for step in self.steps:
+            if "strength" in inspect.signature(_call_of(step)).parameters:
+                self._take_strength.add(id(step))
+            else:
+                self._scaled |= _probabilities(step)
         modules = list(module.modules()) if isinstance(module, nn.Module) else []
         self._generators = [
             value
@@ -202,7 +244,7 @@ class UserModule:
             _reseed(generator, seed)
         before = None if self._has_told else self._versions()
         with self._strengthened(strength):
-            for step in self._steps:
+            for step in self.steps:
                 augmented = self._applied(step, augmented, counts, strength)
         if before is not None:
             self._check_buffers(before)
@@ -216,7 +258,7 @@ class UserModule:
                 return _mixed(step, augmented, counts)
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
-            more = {"strength": strength} if self._takes_strength else {}
+            more = {"strength": strength} if id(step) in self._take_strength else {}
             if LABEL in augmented.targets and _takes_target(step):
                 return _replaced(step, augmented, more)
             result = step(augmented.image, **more)
@@ -234,16 +276,22 @@ class UserModule:
             or len(result) != len(augmented.image)
         ):
             raise ConfigError(
-                f"augment.module={self._name} returned {shape_of(result)} for images of "
+                f"{self._title(step)} returned {shape_of(result)} for images of "
                 f"{tuple(augmented.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
             )
         return replace(augmented, image=result)
+
+    def _title(self, step: Any) -> str:
+        """Return the setting that a step is of."""
+        if any(step is operation for operation in self._operations):
+            return "augment.ops"
+        return f"augment.module={self._name}"
 
     def _failed(self, step: Any, augmented: Augmented, error: Exception) -> str:
         keys = ", ".join(["image", *augmented.targets])
         shape = tuple(augmented.image.shape)
         return (
-            f"augment.module={self._name}: {type(step).__name__} fails on {keys} of {shape}: "
+            f"{self._title(step)}: {type(step).__name__} fails on {keys} of {shape}: "
             f"{type(error).__name__}: {error} (at {raised_at(error)})"
         )
 

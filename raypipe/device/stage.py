@@ -76,18 +76,9 @@ class DeviceStage:
         """The device augmentation, built at its first use, whose imports take a second; None = none."""
         if self.config is None:
             return None
-        batches = self._batches
-        augment = DeviceAugment(
-            self.config,
-            self._device,
-            self._train_dtype,
-            batches.targets,
-            batches.has_views,
-            batches.has_target,
-            batches.target,
+        return DeviceAugment(
+            self.config, self._device, self._train_dtype, self._batches
         )
-        _check_module(batches.endings.get("train"), augment)
-        return augment
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""
@@ -154,21 +145,6 @@ class DeviceStage:
             "bytes of uint8%s",
             split,
             applied,
-        )
-
-
-def _check_module(ending: Ending | None, augment: DeviceAugment) -> None:
-    """Raise ConfigError if a pipeline and the module of `augment` end with different normalizations."""
-    config = augment.config
-    if (
-        ending
-        and ending.normalizes
-        and augment.normalizes
-        and (ending.mean, ending.std) != (config.mean, config.std)
-    ):
-        raise ConfigError(
-            f"transform.train ends with {ending.steps}, {ending.described}, and augment.module with another "
-            "Normalize: images are normalized once, so leave one of them out"
         )
 
 

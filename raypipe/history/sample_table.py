@@ -20,6 +20,7 @@ import torch
 
 from raypipe.device.augment import DeviceAugment, preset_params, view_seed
 from raypipe.device.mixing import partner_rows
+from raypipe.device.modules import ChosenRows
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded_stream import RecordedStream
@@ -127,21 +128,14 @@ def _add_augmented(
             for row in there:
                 numbers = {key: of[row["row"]].tolist() for key, of in params.items()}
                 row["augmented"].append({"op": "preset", **_of_view(view), **numbers})
-    module = augment.config.module
-    has_module = isinstance(module, torch.nn.Module)
-    if makes_views(remade.maker.spec.transforms["train"]) or not (
-        augment.operations or has_module
-    ):
+    steps = augment.modules.steps if augment.modules else []
+    if makes_views(remade.maker.spec.transforms["train"]) or not steps:
         return
     _ = remade.finished  # Kornia's modules keep what they drew last
     for row in there:
-        number = row["row"]
-        for operation in augment.operations:
-            if operation.chosen is None or operation.chosen[number]:
-                drawn = operation.module._params
-                row["augmented"] += _of_params(operation.op, drawn, number)
-        for name, drawn in _kept_params(module):
-            row["augmented"] += _of_params(name, drawn, number)
+        for step in steps:
+            for name, drawn in _kept_params(step, row["row"]):
+                row["augmented"] += _of_params(name, drawn, row["row"])
 
 
 def _add_mixed(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
@@ -170,15 +164,17 @@ def _images_of(arrived: Batch) -> Iterator[tuple[str, int, tuple[int, int, int]]
             yield title, seed, (len(crop), *crop.shape[-2:])
 
 
-def _kept_params(module: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters that Kornia's operations in a module keep, by their names, in order."""
+def _kept_params(module: Any, row: int) -> Iterator[tuple[str, Any]]:
+    """The parameters that Kornia's operations on a row keep, in a module, by their names, in order."""
+    if isinstance(module, ChosenRows) and not module.chosen[row]:
+        return
     drawn = getattr(module, "_params", None)
     if drawn and type(module).__module__.startswith("kornia."):
         # those of a container name the ones of its children
         yield type(module).__name__, drawn
     elif isinstance(module, torch.nn.Module):
         for child in module.children():
-            yield from _kept_params(child)
+            yield from _kept_params(child, row)
 
 
 def _of_params(name: str, drawn: Any, row: int) -> Iterator[dict[str, Any]]:

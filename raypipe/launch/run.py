@@ -63,7 +63,6 @@ from raypipe.streaming.stop_file import (
     stop_answered,
     stop_requested,
 )
-from raypipe.transform.ending import normalization
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +166,7 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     phase(logger, "reading the stores")
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
-    for split, ending in spec.endings.items():
-        normalization(run.augment, ending, split)
-    batches = spec.device_input
-    check_augment(run.augment, batches.targets, batches.has_views, batches.has_target)
+    check_augment(run.augment, spec.device_input)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):
         # this would fetch whole shards

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from difflib import get_close_matches
 
 import torch
 from torch import nn
 
 from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
-from raypipe.device.mixing import check_mixable
+from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.streaming.saving.checkpoints import Checkpoint
@@ -18,6 +17,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import NO_VIEWS, Learner
 from raypipe.train.models import build_loss, build_metric, build_optimizer
 from raypipe.transform.columns import ColumnType
+from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.views import makes_views
 
 
@@ -112,7 +112,6 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
 
 def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     """Return the number of a model's outputs for targets that are not classes."""
-    check_mixable(run.augment, target.dtype, target.shape)
     num = run.train.num_classes or {
         0: 1,
         1: target.shape[-1] if target.shape else 0,
@@ -132,25 +131,16 @@ def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     return num
 
 
-def check_augment(
-    config: AugmentConfig,
-    targets: Collection[str] = (),
-    views: bool = False,
-    has_label: bool = True,
-) -> None:
-    """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
+def check_augment(config: AugmentConfig, batches: DeviceInput = IMAGES) -> None:
+    """Raise ConfigError for a wrong setting, before the cluster starts trainers.
+
+    Args:
+        batches: facts about the batches that it augments.
+    """
     if not isinstance(config.module, str):
         raise ConfigError(
             "augment.module of a run is kept in its folder, so it must be module:name: put the module into a "
             "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
         )
-    if config.ops or config.preset != "none" or config.module:
-        from raypipe.device.augment import DeviceAugment
-
-        DeviceAugment(
-            config,
-            torch.device("cpu"),
-            targets=targets,
-            views=views,
-            has_label=has_label,
-        )
+    cpu = torch.device("cpu")
+    _ = DeviceStage(config, cpu, None, batches, tells=False).augment

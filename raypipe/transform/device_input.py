@@ -30,3 +30,7 @@ class DeviceInput(NamedTuple):
     has_views: bool
     is_array: bool
     has_images: bool = True
+
+
+IMAGES = DeviceInput({}, None, True, (), False, False)
+"""Batches of images and classes, of a pipeline without an ending."""

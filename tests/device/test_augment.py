@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, Normalize, build_operation
 from raypipe.device.fused import PRESETS
+from raypipe.device.modules import PLAIN
 from raypipe.errors import ConfigError
+from raypipe.transform.device_input import IMAGES
 
 CPU = torch.device("cpu")
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 ALL = np.ones(8, bool)
+MASKS = IMAGES._replace(targets=("mask",))
 
 
 def images(
@@ -109,10 +113,9 @@ def test_the_input_is_not_written_to() -> None:
 def apply(
     config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0
 ) -> torch.Tensor:
-    torch.manual_seed(seed)
-    for entry in config.ops:
-        image = build_operation(entry)(image, strength)
-    return image
+    whole = replace(config, mean=PLAIN.mean, std=PLAIN.std)
+    augmented: torch.Tensor = run(whole, image, seed, strength)[0]
+    return augmented
 
 
 def test_operations_run_in_order() -> None:
@@ -135,6 +138,17 @@ def test_own_operations_follow_those_of_the_preset() -> None:
         ops = [{"op": "RandomInvert", "p": 1.0}]
         inverted, _ = run(AugmentConfig(preset=preset, ops=ops, **whole), images())
         torch.testing.assert_close(inverted, 1 - light)
+
+
+def test_a_policy_is_applied_to_as_large_a_share_of_rows_as_the_strength() -> None:
+    image = torch.rand(400, 3, 8, 8)
+    config = AugmentConfig(ops=[{"op": "RandAugment", "n": 3, "m": 29}])
+    whole = apply(config, image)
+    half = apply(config, image, strength=0.5)
+    is_changed = (half != image).flatten(1).any(1)
+    assert 0.3 < float(is_changed.float().mean()) < 0.6
+    assert torch.equal(apply(config, image, strength=0.0), image)
+    assert (whole != image).flatten(1).any(1).float().mean() > 0.8
 
 
 def test_an_operation_that_makes_the_size_is_always_applied() -> None:
@@ -173,7 +187,7 @@ def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> N
     ],
 )
 def test_an_operation_may_need_images_of_some_size(entry: dict[str, Any]) -> None:
-    assert build_operation(entry)(torch.rand(2, 3, 224, 224), 1.0).shape[2:] in {
+    assert build_operation(entry)(torch.rand(2, 3, 224, 224)).shape[2:] in {
         (192, 192),
         (224, 224),
     }
@@ -253,7 +267,7 @@ def test_what_would_leave_masks_and_boxes_behind_is_named(
 ) -> None:
     DeviceAugment(config, CPU)
     with pytest.raises(ConfigError, match=message):
-        DeviceAugment(config, CPU, targets=["mask"])
+        DeviceAugment(config, CPU, batches=MASKS)
 
 
 def test_color_and_normalization_go_with_masks_and_boxes() -> None:
@@ -261,7 +275,7 @@ def test_color_and_normalization_go_with_masks_and_boxes() -> None:
         {"op": name}
         for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")
     ]
-    DeviceAugment(AugmentConfig(ops=ops), CPU, targets=["mask"])
+    DeviceAugment(AugmentConfig(ops=ops), CPU, batches=MASKS)
 
 
 # The schedule

@@ -21,11 +21,13 @@ from raypipe.device.modules import PLAIN, all_seeded, normalization_of
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
+from raypipe.transform.device_input import IMAGES
 from raypipe.transform.fields import LABEL, MicroBatch
 
 CPU = torch.device("cpu")
 
 ROWS, SIZE = 6, 32
+VIEWS = IMAGES._replace(has_views=True)
 JOINT = ["mask", "boxes", "keypoints"]
 
 
@@ -71,7 +73,8 @@ def made(
     given = AugmentConfig(
         module=module, **{"mean": PLAIN.mean, "std": PLAIN.std, **config}
     )
-    return DeviceAugment(given, CPU, targets=targets).of_batch(
+    batches = IMAGES._replace(targets=tuple(targets))
+    return DeviceAugment(given, CPU, batches=batches).of_batch(
         batch_of(seed=seed), strength
     )
 
@@ -453,7 +456,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 def test_what_would_leave_a_target_behind_is_named(name: str) -> None:
     module, targets, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        DeviceAugment(AugmentConfig(module=module), CPU, targets=targets)
+        DeviceAugment(
+            AugmentConfig(module=module),
+            CPU,
+            batches=IMAGES._replace(targets=tuple(targets)),
+        )
 
 
 def test_a_step_of_targets_returns_both_and_is_the_only_one_that_mixes() -> None:
@@ -479,7 +486,7 @@ def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:
     found = made(nn.Sequential(JITTER, K.RandomGrayscale()), JOINT)
     assert torch.equal(found.fields["mask"], batch_of().fields["mask"])
     config = AugmentConfig(module=nn.Sequential(K.RandomMosaic((SIZE, SIZE))))
-    DeviceAugment(config, CPU, has_label=False)
+    DeviceAugment(config, CPU, batches=IMAGES._replace(has_target=False))
 
 
 def test_what_kornia_refuses_is_named_with_its_step() -> None:
@@ -543,4 +550,4 @@ def test_a_module_learns_only_where_the_augmentation_is_differentiable() -> None
     with torch.no_grad():
         assert not made(module, differentiable=True).image.requires_grad
     with pytest.raises(ConfigError, match=r"augment\.differentiable is for images"):
-        DeviceAugment(AugmentConfig(differentiable=True), CPU, views=True)
+        DeviceAugment(AugmentConfig(differentiable=True), CPU, batches=VIEWS)

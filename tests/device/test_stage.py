@@ -7,20 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import v2
 
 from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.transform.device_input import DeviceInput
+from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL, MicroBatch
 
 CPU = torch.device("cpu")
 
+IMAGENET = Ending(
+    "Normalize", "float32", AugmentConfig.mean, AugmentConfig.std, normalizes=True
+)
 NORMALIZE = Ending("Normalize", "float32", (0.5,) * 3, (0.25,) * 3, normalizes=True)
-PLAIN = DeviceInput({}, None, True, (), False, False)
 
 
 def batch(split: Split = "train", step: int = 0) -> Batch:
@@ -38,12 +41,12 @@ def stage(batches: DeviceInput, augment: Any = None, tells: bool = False) -> Any
 
 def test_without_an_ending_and_augmentation_a_batch_stays_as_it_is() -> None:
     given = batch()
-    assert stage(PLAIN)(given, 1.0) is given and stage(PLAIN).augment is None
+    assert stage(IMAGES)(given, 1.0) is given and stage(IMAGES).augment is None
 
 
 def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> None:
     endings: dict[Split, Ending] = {"train": NORMALIZE, "val": NORMALIZE}
-    of_stream = PLAIN._replace(endings=endings)
+    of_stream = IMAGES._replace(endings=endings)
     for split in endings:
         given = batch(split)
         expected = (given.image.float() / 255 - 0.5) / 0.25
@@ -55,7 +58,7 @@ def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> Non
 def test_rank_0_says_once_where_the_ending_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    of_stream = PLAIN._replace(endings={"train": NORMALIZE})
+    of_stream = IMAGES._replace(endings={"train": NORMALIZE})
     for tells in (True, False):
         finish = stage(of_stream, tells=tells)
         for step in range(3):
@@ -65,6 +68,16 @@ def test_rank_0_says_once_where_the_ending_is_done(
 
 
 def test_two_normalizations_are_refused_at_once() -> None:
-    of_stream = PLAIN._replace(endings={"train": NORMALIZE})
+    of_stream = IMAGES._replace(endings={"train": NORMALIZE})
     with pytest.raises(ConfigError, match="leave one of them out"):
         stage(of_stream, AugmentConfig(mean=(0.1,) * 3, std=(0.9,) * 3))
+
+
+def test_a_pipeline_and_a_module_that_end_with_other_numbers_are_refused() -> None:
+    module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
+    augment = AugmentConfig(module=module)
+    equal = stage(IMAGES._replace(endings={"train": NORMALIZE}), augment)
+    assert equal.augment.normalizes
+    other = stage(IMAGES._replace(endings={"train": IMAGENET}), augment)
+    with pytest.raises(ConfigError, match=r"and transform\.train with Normalize"):
+        _ = other.augment

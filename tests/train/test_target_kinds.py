@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import BadSamplesError, ConfigError
-from raypipe.launch.run_checks import num_classes_of
+from raypipe.launch.run_checks import check_augment, num_classes_of
 from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
 from raypipe.streaming.opening import spec_of
@@ -107,7 +107,9 @@ def test_a_validation_of_bad_samples_alone_is_an_error(
 
 
 def outputs_of(config: RunConfig) -> int:
-    return num_classes_of(config, spec_of(config))
+    spec = spec_of(config)
+    check_augment(config.augment, spec.device_input)
+    return num_classes_of(config, spec)
 
 
 def test_a_run_without_a_target_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from raypipe.stores.scan import spread
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.array import decode_any, decode_array
 from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.fields import LABEL
 from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
 
@@ -72,64 +73,33 @@ def check_samples(
     """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
     targets = targets or {}
     of_run = of_run or NO_COLUMNS
-    maker = ColumnMaker(of_run) if of_run else None
-    columns = _columns_of(store, targets, of_run)
+    maker = ColumnMaker(of_run)
+    label = [LABEL] if LABEL in store.schema.names else []
+    names = dict.fromkeys(["image", *label, *targets.values(), *of_run.stored])
     for few in np.split(indices, range(_READ, len(indices), _READ)):
-        read = {name: read_each(store, few, column) for name, column in columns.items()}
+        read = {name: read_each(store, few, name) for name in names}
         for position, index in enumerate(few.tolist()):
             sample = {name: values[position] for name, (values, _) in read.items()}
-            reason = next(
-                filter(None, (errors.get(position) for _, errors in read.values())), ""
-            )
-            if "label" in columns and sample["label"] is None:
+            reasons = (errors.get(position, "") for _, errors in read.values())
+            reason = next(filter(None, reasons), "")
+            if label and sample[LABEL] is None:
                 reason = reason or WRONG_LABEL
             height = width = 0
             if not reason:
                 try:
-                    if maker:
-                        of_columns = {
-                            name: sample[f"column {name}"] for name in of_run.stored
-                        }
-                        maker.one(of_columns, (index, 0))
-                    height, width = _decoded_size(sample, targets, boxes_format)
+                    maker.one(sample, (index, 0))
+                    height, width, _ = decode_any(sample["image"]).shape
+                    decode_targets(sample, targets, (height, width), boxes_format)
                 except SampleError as error:
+                    height = width = 0
                     reason = str(error)
             image = bytes(sample["image"] or b"")
             if not image:
                 reason = _broken_link(store, index) or reason
+            largest = 0 if reason else _largest(image)
             yield CheckedSample(
-                index,
-                _format(image),
-                len(image),
-                height,
-                width,
-                reason,
-                0 if reason else _largest(image),
+                index, _format(image), len(image), height, width, reason, largest
             )
-
-
-def _columns_of(
-    store: Store, targets: Mapping[str, str], of_run: SampleColumns
-) -> dict[str, str]:
-    """Return the columns to read, by the names of what they are."""
-    columns = {"image": "image"}
-    if "label" in store.schema.names:
-        columns["label"] = "label"
-    return columns | dict(targets) | {f"column {name}": name for name in of_run.stored}
-
-
-def _decoded_size(
-    sample: Mapping[str, Any], targets: Mapping[str, str], boxes_format: str
-) -> tuple[int, int]:
-    """Decode an image and its targets; return its height and width.
-
-    Raises:
-        SampleError: they cannot be decoded, or do not fit together.
-    """
-    height, width, _ = decode_any(sample["image"]).shape
-    names = {name: name for name in targets}
-    decode_targets(sample, names, (height, width), boxes_format)
-    return height, width
 
 
 def _broken_link(store: Store, index: int) -> str:

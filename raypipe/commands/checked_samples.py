@@ -21,6 +21,7 @@ from raypipe.stores.scan import spread
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.array import decode_any, decode_array
 from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.fields import LABEL
 from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
 
@@ -72,38 +73,33 @@ def check_samples(
     """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
     targets = targets or {}
     of_run = of_run or NO_COLUMNS
-    maker = ColumnMaker(of_run) if of_run else None
-    labels = {"label"} & set(store.schema.names)
-    names = dict.fromkeys(("image", *labels, *targets.values(), *of_run.stored))
+    maker = ColumnMaker(of_run)
+    label = [LABEL] if LABEL in store.schema.names else []
+    names = dict.fromkeys(["image", *label, *targets.values(), *of_run.stored])
     for few in np.split(indices, range(_READ, len(indices), _READ)):
         read = {name: read_each(store, few, name) for name in names}
         for position, index in enumerate(few.tolist()):
             sample = {name: values[position] for name, (values, _) in read.items()}
-            reason = next(
-                filter(None, (errors.get(position) for _, errors in read.values())), ""
-            )
+            reasons = (errors.get(position, "") for _, errors in read.values())
+            reason = next(filter(None, reasons), "")
+            if label and sample[LABEL] is None:
+                reason = reason or WRONG_LABEL
             height = width = 0
             if not reason:
                 try:
-                    if "label" in sample and sample["label"] is None:
-                        raise SampleError(WRONG_LABEL)
-                    if maker:
-                        maker.one(sample, (index, 0))
-                    height, width, _ = decode_any(sample["image"]).shape
-                    decode_targets(sample, targets, (height, width), boxes_format)
+                    maker.one(sample, (index, 0))
+                    of_image = decode_any(sample["image"]).shape
+                    decode_targets(sample, targets, of_image[:2], boxes_format)
+                    height, width, _ = of_image
                 except SampleError as error:
+                    height = width = 0
                     reason = str(error)
             image = bytes(sample["image"] or b"")
             if not image:
                 reason = _broken_link(store, index) or reason
+            largest = 0 if reason else _largest(image)
             yield CheckedSample(
-                index,
-                _format(image),
-                len(image),
-                0 if reason else height,
-                0 if reason else width,
-                reason,
-                0 if reason else _largest(image),
+                index, _format(image), len(image), height, width, reason, largest
             )
 
 

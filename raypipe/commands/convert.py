@@ -5,7 +5,7 @@
                                                         exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. See `raypipe.commands.ordered_samples` for the second line.
+indices are the source's, unless samples are skipped. See `raypipe.commands.samples` for the left side.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
@@ -37,8 +34,7 @@ if TYPE_CHECKING:
     import ray.data
 
     from raypipe.commands.copies import CopySettings, Report
-    from raypipe.commands.ordered_samples import OrderedSamples
-    from raypipe.commands.store_samples import StoreSamples
+    from raypipe.commands.samples import Samples
 
 # Ray Data's tasks are tried as often
 _RETRIES = 3
@@ -156,10 +152,12 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
-    from raypipe.commands.copies import CopySettings
+    from raypipe.commands.copies import CopySettings, class_numbers
     from raypipe.rayext.cluster import connect
+    from raypipe.stores.plain_columns import column_types
 
     dst = str(dst)
+    named = None if classes is None else tuple(classes)
     settings = CopySettings(
         sizes=sizes,
         short_side=short_side,
@@ -168,18 +166,23 @@ def convert(
         seekable=seekable,
         on_bad_sample=on_bad_sample,
         suffix=Path(split_address(dst)[1]).suffix,
-        classes=None if classes is None else tuple(classes),
+        classes=named,
     )
     _check_arguments(dst, shards, settings)
     opened = _opened(src, image_column, target_column, trust_pickles)
     with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
-        if _is_dataset(opened):
-            connect()
         samples = _samples_of(opened, src)
-        types = samples.column_types(short_side)
-        settings = settings.of_columns(types)
-        settings = replace(settings, source=samples.name, dst=folder)
-        settings = _with_classes(settings, samples.classes)
+        types = column_types(samples.first, samples.name, short_side)
+        settings = replace(
+            settings.of_columns(types),
+            source=samples.name,
+            dst=folder,
+            classes=named or samples.classes,
+        )
+        if named is not None:
+            are_classes = types.get("label") == "int64"
+            numbers = class_numbers(samples.name, are_classes, samples.classes, named)
+            settings = replace(settings, numbers=numbers)
         connect()
         reports = _written(samples, settings, shards)
         if is_remote(dst) and not is_remote(folder):
@@ -187,19 +190,18 @@ def convert(
         return _counted(reports, settings, finished)
 
 
-def _written(
-    samples: StoreSamples | OrderedSamples, settings: CopySettings, shards: int
-) -> Iterator[Report]:
+def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[Report]:
     """Return an iterator of the reports of the tasks, each of which writes a shard."""
     from raypipe.commands.copies import write_shard
     from raypipe.commands.tasks import count_cpus, run_tasks
 
     is_here = samples.are_here or not is_remote(settings.dst)
     num_cpus = count_cpus("the copy", is_here)
-    shards_of_rows = samples.rows(settings, shards, num_cpus)
     calls = (
         (rows, first, number, settings)
-        for number, (first, rows) in enumerate(shards_of_rows)
+        for number, (first, rows) in enumerate(
+            samples.shards(settings, shards, num_cpus)
+        )
     )
     return run_tasks(
         "the copy",
@@ -225,57 +227,38 @@ def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Rep
         yield report
 
 
-def _samples_of(opened: Any, src: Any) -> StoreSamples | OrderedSamples:
+def _samples_of(opened: Any, src: Any) -> Samples:
     """Return what is copied; raise StoreError if it has no samples."""
-    from raypipe.commands.ordered_samples import ordered_rows, ordered_samples
-    from raypipe.commands.store_samples import StoreSamples
+    from raypipe.commands.samples import dataset_samples, source_samples, store_samples
 
     if isinstance(opened, Store):
-        return StoreSamples(opened)
+        return store_samples(opened)
     if _is_dataset(opened):
-        return ordered_rows(opened)
+        return dataset_samples(opened)
     source = opened if isinstance(opened, Source) else Source(iter(opened))
     name = str(src) if isinstance(src, str | Path) else "the source"
-    return ordered_samples(source, name)
-
-
-def _with_classes(
-    settings: CopySettings, stored: tuple[str, ...] | None
-) -> CopySettings:
-    """Return the settings with the stored class names, or with what labels are among others."""
-    from raypipe.commands.copies import class_numbers
-
-    if settings.classes is None:
-        return replace(settings, classes=stored)
-    are_classes = settings.columns.get("label") == "int64"
-    numbers = class_numbers(settings.source, are_classes, stored, settings.classes)
-    return replace(settings, numbers=numbers)
+    return source_samples(source, name)
 
 
 def _counted(
     reports: Iterable[Report], settings: CopySettings, finished: list[Any]
 ) -> dict[str, int]:
     """Add up what the tasks report; return what `convert` does. `finished` gets the shards, in order."""
-    counts = np.zeros(3, np.int64)
-    skipped: list[tuple[int, str]] = []
-    shards = []
-    for report in reports:
-        counts += report[:3]
-        skipped += report.skipped
-        if report.shard:
-            shards.append(report.shard)
-    num_seen, num_without_size, num_bytes = counts.tolist()
+    parts = list(reports)
+    num_seen = sum(part.samples for part in parts)
+    skipped = [entry for part in parts for entry in part.skipped]
     if num_seen == len(skipped):
         raise StoreError(
             f"{settings.source} has no readable sample; the first: {min(skipped)[1]}"
         )
-    finished += (file for _, file in sorted(shards, key=itemgetter(0)))
+    files = dict(part.shard for part in parts if part.shard)
+    finished += (files[number] for number in sorted(files))
     return {
         "samples": num_seen - len(skipped),
         "classes": len(settings.classes or ()),
-        "bytes": num_bytes,
+        "bytes": sum(part.num_bytes for part in parts),
         "skipped": len(skipped),
-        "without_size": num_without_size,
+        "without_size": sum(part.without_size for part in parts),
     }
 
 
@@ -325,13 +308,12 @@ def _destination(
     from raypipe.commands.copies import shards_folder
     from raypipe.stores.destination import new_path, new_remote
 
-    if is_remote(dst) and uploads_anywhere:
-        with new_remote(dst, overwrite) as shards:
-            yield dst, shards
-        return
     if is_remote(dst):
-        with new_remote(dst, overwrite) as shards, shards_folder(dst) as folder:
-            yield str(folder), shards
+        with new_remote(dst, overwrite) as shards, contextlib.ExitStack() as stack:
+            if uploads_anywhere:
+                yield dst, shards
+            else:
+                yield str(stack.enter_context(shards_folder(dst))), shards
         return
     with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
         partial.mkdir()

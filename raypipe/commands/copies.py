@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,10 +75,6 @@ class CopySettings:
         """Layout of the records."""
         return RecordLayout(self.columns)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a layout cannot be pickled
-        return {name: value for name, value in vars(self).items() if name != "layout"}
-
     def of_columns(self, columns: dict[str, str]) -> CopySettings:
         """Return the settings for a source of these columns, to which those of sizes are added."""
         sized = tuple(
@@ -127,7 +123,7 @@ class Report(NamedTuple):
 
 
 def write_shard(
-    rows: Iterable[Made], first: int, number: int, settings: CopySettings
+    rows: Callable[[], Iterator[Made]], first: int, number: int, settings: CopySettings
 ) -> Iterator[Report]:
     """A task: writes samples as a shard, yields what it did with each chunk, reads all back, and yields the shard.
 
@@ -146,12 +142,10 @@ def write_shard(
         # a task that died may have left it
         file.unlink(missing_ok=True)
         with open_writer(file, columns, settings.classes) as writer:
-            every = iter(rows)
-            start = first
-            while chunk := list(itertools.islice(every, CHUNK)):
-                report = _append(writer, chunk, start, settings)
+            numbered = enumerate(rows(), first)
+            while chunk := list(itertools.islice(numbered, CHUNK)):
+                report = _append(writer, chunk, settings)
                 num_written += report.samples - len(report.skipped)
-                start += len(chunk)
                 yield report
         if not num_written:
             file.unlink()
@@ -160,10 +154,10 @@ def write_shard(
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )
+        shard: str | RemoteFile = file.name
         if is_remote(settings.dst):
-            yield Report(shard=(number, put_shard(file, settings.dst, number)))
-        else:
-            yield Report(shard=(number, file.name))
+            shard = put_shard(file, settings.dst, number)
+        yield Report(shard=(number, shard))
 
 
 @contextlib.contextmanager
@@ -178,26 +172,28 @@ def shards_folder(dst: str) -> Iterator[Path]:
 
 
 def _append(
-    writer: FileWriter, chunk: list[Made], first: int, settings: CopySettings
+    writer: FileWriter, chunk: list[tuple[int, Made]], settings: CopySettings
 ) -> Report:
     """Write samples that have no error; raise the error of any other that is not skipped."""
+    written = []
     skipped = []
-    for index, row in enumerate(chunk, first):
+    for index, row in chunk:
+        reason = f"sample {index}: {row.error}"
         if not row.error:
             writer.append_record(row.record)
-        elif row.is_bad and settings.on_bad_sample == "skip":
-            skipped.append((index, f"sample {index}: {row.error}"))
-        elif row.is_bad:
-            raise SampleError(
-                f"{settings.source}: sample {index}: {row.error}. Exclude such samples with "
-                "--on-bad-sample skip"
-            )
+            written.append(row)
+        elif not row.is_bad:
+            raise StoreError(f"{settings.source}: {reason}")
+        elif settings.on_bad_sample == "skip":
+            skipped.append((index, reason))
         else:
-            raise StoreError(f"{settings.source}: sample {index}: {row.error}")
+            raise SampleError(
+                f"{settings.source}: {reason}. Exclude such samples with --on-bad-sample skip"
+            )
     return Report(
         len(chunk),
-        sum(not row.error and not row.has_size for row in chunk),
-        sum(row.num_bytes for row in chunk),
+        sum(not row.has_size for row in written),
+        sum(row.num_bytes for row in written),
         tuple(skipped),
     )
 
@@ -211,10 +207,8 @@ def make(sample: ColumnValues, settings: CopySettings) -> Made:
         if settings.numbers is not None:
             whole["label"] = _label_in(settings.numbers, whole.get("label"))
         record = settings.layout.pack(whole)
-    except SampleError as error:
-        return Made(error=str(error), is_bad=True)
-    except StoreError as error:
-        return Made(error=str(error))
+    except (SampleError, StoreError) as error:
+        return Made(error=str(error), is_bad=isinstance(error, SampleError))
     return Made(record, len(whole["image"]), size != NO_SIZE)
 
 
@@ -225,8 +219,10 @@ def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
             f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}"
         )
     image = sample["image"]
-    if image is None or isinstance(image, bytes | bytearray | memoryview):
-        return {**sample, "image": None if image is None else bytes(image)}
+    if image is None:
+        return dict(sample)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return {**sample, "image": bytes(image)}
     from PIL import Image
 
     if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):
@@ -254,7 +250,12 @@ def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]
     Raises:
         SampleError: the sample is bad.
     """
-    image = _checked(sample["image"], settings.short_side, settings.quality)
+    image = sample["image"]
+    if not image:
+        raise SampleError("it has no bytes")
+    if short_side := settings.short_side:
+        pixels = resize_short_side(decode(image, min_side=short_side), short_side)
+        image = encode_jpeg(pixels, settings.quality)
     if settings.seekable:
         image = _made_seekable(image)
     size = header_sides(image, settings.exif)
@@ -321,19 +322,7 @@ def samples_in(
     """Yield samples first … stop - 1 of a store."""
     for start in range(first, stop, CHUNK):
         rows = store.read(np.arange(start, min(stop, start + CHUNK)), tuple(columns))
-        names = list(rows)
-        for values in zip(*rows.values(), strict=True):
-            yield dict(zip(names, values, strict=True))
-
-
-def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:
-    if not image:
-        raise SampleError("it has no bytes")
-    if not short_side:
-        return bytes(image)
-    return encode_jpeg(
-        resize_short_side(decode(image, min_side=short_side), short_side), quality
-    )
+        yield from rows.samples()
 
 
 def _made_seekable(image: bytes) -> bytes:

@@ -81,8 +81,10 @@ def run_tasks(
                     fetch_local=False,
                 )[0]
                 has_begun = has_begun or bool(ready)
-                if not (has_begun or arguments is not None or _has_free_cpu(here)):
-                    begin.turn(_no_cpu(work, here))
+                if not has_begun and arguments is None:
+                    num_cpus, is_one_free = _cpus(here)
+                    if not is_one_free:
+                        begin.turn(_held(work, here, num_cpus))
                 for stream in ready:
                     try:
                         report = get(next(stream))
@@ -123,20 +125,39 @@ def count_cpus(work: str, here: bool) -> int:
     Raises:
         ResourceError: they may have none, or other jobs keep all: Ray itself would wait forever, silently.
     """
-    num_cpus = _num_cpus(work, here)
     wait = Wait(_SETTLE_S)
-    while not _has_free_cpu(here):
-        wait.turn(_no_cpu(work, here))
-    return num_cpus
+    while True:
+        num_cpus, is_one_free = _cpus(here)
+        if not num_cpus:
+            raise ResourceError(
+                f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {work} where there are some"
+            )
+        if is_one_free:
+            return num_cpus
+        wait.turn(_held(work, here, num_cpus))
 
 
-def _num_cpus(work: str, here: bool) -> int:
-    num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
-    if not num_cpus:
-        raise ResourceError(
-            f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {work} where there are some"
-        )
-    return num_cpus
+def _cpus(here: bool) -> tuple[int, bool]:
+    """Return how many CPUs the tasks may have, and whether one of them is free."""
+    own_node = ray.get_runtime_context().get_node_id()
+    cpus_of = {
+        node["NodeID"]: int(node["Resources"].get("CPU", 0))
+        for node in nodes()
+        if not here or node["NodeID"] == own_node
+    }
+    free = free_cpus()
+    return sum(cpus_of.values()), any(free.get(node, 0) >= 1 for node in cpus_of)
+
+
+def _held(work: str, here: bool, num_cpus: int) -> str:
+    return (
+        f"1 CPU for {work}, since other jobs hold all {num_cpus} of {_where(here)}. Wait for "
+        "them, or stop them (`ray job list`)"
+    )
+
+
+def _where(here: bool) -> str:
+    return "this node" if here else "the cluster"
 
 
 def _while_wanted(
@@ -151,24 +172,3 @@ def _while_wanted(
     except RaypipeError as error:
         # if it were raised, Ray would print the errors of all other tasks
         yield error
-
-
-def _has_free_cpu(here: bool) -> bool:
-    own_nodes = {node["NodeID"] for node in _nodes(here)}
-    return any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes)
-
-
-def _no_cpu(work: str, here: bool) -> str:
-    return (
-        f"1 CPU for {work}, since other jobs hold all {_num_cpus(work, here)} of {_where(here)}. Wait for "
-        "them, or stop them (`ray job list`)"
-    )
-
-
-def _nodes(here: bool) -> list[dict[str, Any]]:
-    own_node = ray.get_runtime_context().get_node_id()
-    return [node for node in nodes() if not here or node["NodeID"] == own_node]
-
-
-def _where(here: bool) -> str:
-    return "this node" if here else "the cluster"

@@ -6,6 +6,7 @@ Every sample is read and decoded, by tasks on Ray; the bad ones become a list fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -112,20 +113,20 @@ def verify(
     started = time.perf_counter()
     connect()
     here = not is_remote(store.address)
-    bounds = task_bounds(
-        store, count_cpus("the verification", here) * _PER_CPU
-    ).tolist()
-    reader = forwards(store)
-    calls = [
-        (reader, *ends, num_samples, targets, columns, boxes_format)
-        for ends in itertools.pairwise(bounds)
-    ]
-    parts = list(run_tasks("the verification", here, check_range, calls, num_samples))
-    seconds = time.perf_counter() - started
-    bad = sorted(
-        itertools.chain(*(of_part for *_, of_part in parts)),
-        key=lambda entry: entry["index"],
+    num_cpus = count_cpus("the verification", here)
+    check = functools.partial(
+        check_range,
+        forwards(store),
+        num_samples=num_samples,
+        targets=targets,
+        columns=columns,
+        boxes_format=boxes_format,
     )
+    ranges = itertools.pairwise(task_bounds(store, num_cpus * _PER_CPU).tolist())
+    parts = list(run_tasks("the verification", here, check, ranges, num_samples))
+    seconds = time.perf_counter() - started
+    bad = [entry for _, _, of_part in parts for entry in of_part]
+    bad.sort(key=lambda entry: entry["index"])
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)

@@ -88,6 +88,12 @@ class Columns(Mapping[str, Any]):
         """Return the values of one sample in the table, by column."""
         return {name: values[number] for name, values in self._values.items()}
 
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the values of each sample, by column, its image among them."""
+        names = list(self)
+        for values in zip(*self.values(), strict=True):
+            yield dict(zip(names, values, strict=True))
+
     def rows(self, rows: slice) -> Columns:
         """Return some of the samples, with their images."""
         table = self.table.slice(rows.start, rows.stop - rows.start)

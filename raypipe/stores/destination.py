@@ -174,23 +174,17 @@ def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
 
 def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
     """Upload a shard under a new, random name; return what the manifest says of it."""
-    name = f"{number:05d}-{secrets.token_hex(4)}{file.suffix}"
+    address = join_address(dst, f"{number:05d}-{secrets.token_hex(4)}{file.suffix}")
     with errors_as(StoreError, f"{dst} cannot be written"):
-        shard = RemoteFile(
-            join_address(dst, name), file.stat().st_size, digest=digest_of_file(file)
-        )
-        _copy(file, shard)
+        shard = RemoteFile(address, file.stat().st_size, digest=digest_of_file(file))
+        filesystem, path = open_filesystem(address)
+        upload(str(file), filesystem, path)
+        num_bytes = filesystem.get_file_info(path).size
+        if num_bytes != shard.num_bytes:
+            raise OSError(
+                f"{address} has {num_bytes} bytes after {shard.num_bytes} were written"
+            )
     return shard
-
-
-def _copy(file: Path, shard: RemoteFile) -> None:
-    filesystem, path = open_filesystem(shard.address)
-    upload(str(file), filesystem, path)
-    num_bytes = filesystem.get_file_info(path).size
-    if num_bytes != shard.num_bytes:
-        raise OSError(
-            f"{shard.address} has {num_bytes} bytes after {shard.num_bytes} were written"
-        )
 
 
 def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> None:

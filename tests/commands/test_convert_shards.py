@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from raypipe.commands.copies import (
     shard_fingerprint,
     write_shard,
 )
-from raypipe.commands.store_samples import StoreRows, _with_later
+from raypipe.commands.samples import store_rows, with_later
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.plain_columns import column_types, plain
@@ -107,7 +108,7 @@ def test_a_value_beyond_the_first_samples_decides_the_type() -> None:
     }
     store = MemoryStore([b"x"] * 100, [0] * 100, columns=later)
     first = store.read(np.arange(64), tuple(store.schema.names[:-1]))
-    types = column_types(_with_later(store, first), "x")
+    types = column_types(with_later(store, first), "x")
     assert list(types.items())[2:] == [
         ("year", "float64"),
         ("note", "string"),
@@ -174,7 +175,7 @@ def test_one_byte_that_changes_on_the_disk_is_found(
     settings = CopySettings(
         dst=str(tmp_path), suffix=suffix, columns={"image": "binary"}
     )
-    rows = StoreRows(MemoryStore(images, None), 0, 100, settings)
+    rows = partial(store_rows, MemoryStore(images, None), 0, 100, settings)
     with pytest.raises(
         StoreError, match=f"00000{suffix} does not read back as it was written"
     ):

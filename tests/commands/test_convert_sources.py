@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 import raypipe
-from raypipe.commands import cli, ordered_samples
+from raypipe.commands import cli
+from raypipe.commands import samples as samples_module
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
@@ -108,7 +109,7 @@ def test_a_dataset_is_copied_in_its_order(
     import ray.data
 
     # several tasks write it, unless the number of shards is given
-    monkeypatch.setattr(ordered_samples, "DATASET_SHARD_BYTES", 60 * len(IMAGES[0]))
+    monkeypatch.setattr(samples_module, "DATASET_SHARD_BYTES", 60 * len(IMAGES[0]))
     samples = labelled()
     rows = ray.data.from_items(samples, override_num_blocks=7)
     dst = tmp_path / f"a.{suffix}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -19,7 +20,7 @@ from raypipe.commands.copies import (
     header_sides,
     write_shard,
 )
-from raypipe.commands.store_samples import StoreRows
+from raypipe.commands.samples import store_rows
 from raypipe.errors import SampleError
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
@@ -39,7 +40,7 @@ def written(store: MemoryStore, folder: Path, settings: CopySettings) -> list[Re
     settings = replace(
         settings, dst=str(folder), suffix=settings.suffix or ".lmdb", source="x"
     )
-    rows = StoreRows(store, 0, len(store), settings)
+    rows = partial(store_rows, store, 0, len(store), settings)
     return list(write_shard(rows, 0, 0, settings))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from raypipe.commands.copies import (
     class_numbers,
     write_shard,
 )
-from raypipe.commands.store_samples import StoreRows
+from raypipe.commands.samples import store_rows
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import MemoryStore, Store, open_store
 
@@ -36,7 +37,7 @@ def copy(store: Store, file: Path, classes: tuple[str, ...], **options: Any) -> 
     columns = {"image": "binary", "label": "int64", "name": "string"}
     settings = CopySettings(classes=classes, numbers=numbers, **options)
     settings = settings.of_columns(columns)
-    rows = StoreRows(store, 0, len(store), settings)
+    rows = partial(store_rows, store, 0, len(store), settings)
     list(write_shard(rows, 0, 0, settings))
     return open_store(file)
 

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -222,16 +223,16 @@ def test_a_store_is_written_over_as_a_whole(bucket: str, tmp_path: Path) -> None
 def test_an_upload_that_fails_leaves_the_old_store_or_none(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, copied = destination._copy, []
+    copy, copied = destination.upload, []
 
-    def fail_at_the_second(file: Path, shard: RemoteFile) -> None:
-        copied.append(shard)
+    def fail_at_the_second(*arguments: Any) -> None:
+        copied.append(arguments)
         if len(copied) == 2:
             raise OSError("the network is gone")
-        copy(file, shard)
+        copy(*arguments)
 
     upload(tmp_path, f"{bucket}/old.lmdb")
-    monkeypatch.setattr(destination, "_copy", fail_at_the_second)
+    monkeypatch.setattr(destination, "upload", fail_at_the_second)
     for name, overwrite in (("new.lmdb", False), ("old.lmdb", True)):
         copied.clear()
         with pytest.raises(

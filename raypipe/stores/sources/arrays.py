@@ -20,7 +20,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, ColumnValues
 from raypipe.stores.sources.format_source import (
     MAX_CHUNK_BYTES,
     Asked,
@@ -91,7 +91,7 @@ def arrays_source(
             f"{where}: {names['label']!r} is {label}; labels are numbers, one row for each of the {images.num} "
             "images: set store.target_column"
         )
-    columns = dict(names)
+    columns = {column: arrays[name] for column, name in names.items()}
     left_out = []
     for name in others(arrays, names):
         rows = arrays[name]
@@ -100,7 +100,7 @@ def arrays_source(
             and rows.kind in ("numbers", "bytes", "text")
             and rows.row_bytes < MAX_SAMPLE_BYTES
         ):
-            columns[name.replace("/", ".")] = name
+            columns[name.replace("/", ".")] = rows
         else:
             left_out.append(f"{name} ({rows})")
     if left_out:
@@ -109,19 +109,18 @@ def arrays_source(
             where,
             ", ".join(left_out)[:500],
         )
-    own_columns = {column: arrays[name] for column, name in columns.items()}
     wide = [
         column
-        for column, rows in own_columns.items()
+        for column, rows in columns.items()
         if _row_shape(column, rows) and column != "image"
     ]
-    samples = _samples(where, own_columns, as_hwc)
+    samples = _samples(where, columns, as_hwc)
     return Source(samples, num_samples=images.num, arrays=wide)
 
 
 def _samples(
     where: str, columns: Mapping[str, ArrayRows], as_hwc: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ColumnValues]:
     row_bytes = sum(rows.row_bytes for rows in columns.values())
     check_read(f"{where}: a row of {', '.join(columns)}", row_bytes)
     num_rows = columns["image"].num
@@ -134,8 +133,8 @@ def _samples(
             }
         for number in range(stop - start):
             sample = {
-                column: _value(column, columns[column], values[column][number])
-                for column in columns
+                column: _value(column, rows, values[column][number])
+                for column, rows in columns.items()
             }
             if as_hwc:
                 sample["image"] = np.transpose(sample["image"], as_hwc)

@@ -20,7 +20,7 @@ from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import folders_at, list_files, names_at
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_messages import check_batches
-from raypipe.stores.base import Columns
+from raypipe.stores.base import Columns, ColumnValues
 from raypipe.stores.sources.format_source import Asked, Source, explained
 
 _FILE_MAGIC = b"ARROW1"
@@ -64,11 +64,11 @@ def open_arrow(address: str, asked: Asked) -> Source:
     return Source(_samples(paths, columns), columns.classes)
 
 
-def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]]:
+def _samples(paths: list[str], columns: TableColumns) -> Iterator[ColumnValues]:
     for path in paths:
         with _reader(path) as reader, _file(path) as file:
             checks = check_batches(path, file)
-            while (batch := _next(path, reader, checks)) is not None:
+            while (batch := _next(reader, checks)) is not None:
                 rows = np.arange(batch.num_rows)
                 opened = {
                     name: columns.opened(
@@ -80,25 +80,23 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]
                 table = columns.table_of(opened, lambda _: path)  # noqa: B023  called at once
                 values = Columns(images, table)
                 _check_embedded(path, batch, columns)
-                for row in zip(*values.values(), strict=True):
-                    yield dict(zip(values, row, strict=True))
+                yield from values.samples()
 
 
-def _next(path: str, reader: Any, checks: Iterator[None]) -> pa.RecordBatch | None:
-    with explained(path):
-        next(checks, None)
-        try:
-            batch = reader.read_next_batch()
-        except StopIteration:
-            return None
-        batch.validate(full=True)  # nothing in it may point outside of it
-        return batch
+def _next(reader: Any, checks: Iterator[None]) -> pa.RecordBatch | None:
+    next(checks, None)
+    try:
+        batch = reader.read_next_batch()
+    except StopIteration:
+        return None
+    batch.validate(full=True)  # nothing in it may point outside of it
+    return batch
 
 
 @contextlib.contextmanager
 def _reader(path: str) -> Iterator[Any]:
     """Context manager: a reader of a file's batches."""
-    with _file(path) as file, explained(path):
+    with _file(path) as file:
         if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
             raise StoreError(
                 f"{path} is an Arrow file with a footer, not a stream, as the datasets library writes it"
@@ -110,14 +108,14 @@ def _reader(path: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _file(path: str) -> Iterator[Any]:
-    """Context manager: an open file; a local one is mapped into memory."""
-    with contextlib.ExitStack() as stack, explained(path):
+    """Context manager: an open file; a local one is mapped into memory. Errors in its block are explained."""
+    with explained(path):
         if is_remote(path):
-            yield stack.enter_context(open_input(*open_filesystem(path)))
+            with open_input(*open_filesystem(path)) as file:
+                yield file
         else:
-            yield stack.enter_context(
-                pa.memory_map(stack.enter_context(regular_path(path)))
-            )
+            with regular_path(path) as checked, pa.memory_map(checked) as file:
+                yield file
 
 
 def _check_embedded(path: str, batch: pa.RecordBatch, columns: TableColumns) -> None:

@@ -140,7 +140,7 @@ def stored_as(
         StoreError: there is no such column, or no usual one of images.
     """
     names: dict[str, str] = {}
-    for column, name in (("image", asked.image), ("label", asked.label)):
+    for column, name in asked._asdict().items():
         if not name:
             continue
         candidates = [name, *usual.get(column, ())] if name == column else [name]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,7 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import (
-    decompressed,
-    read_shard,
-    samples_of_shard,
-    values_of,
-)
+from raypipe.stores.sources.shards import Shard, decompressed, shards_source, stored
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")
@@ -42,11 +38,9 @@ _FRAME = struct.Struct("<8xQII")
 
 def open_litdata(address: str, asked: Asked) -> Source:
     """Open a folder of LitData by its index; the chunks may be in a bucket."""
-    where = join_address(address, INDEX)
-    with explained(where):
+    with explained(join_address(address, INDEX)):
         index = index_at(address)
         config = index["config"]
-        level = config.get("compression_level") or "chunk"
         if config.get("encryption"):
             raise StoreError(f"{address} is encrypted: write it without encryption")
         if (loader := config.get("item_loader") or "PyTreeLoader") != "PyTreeLoader":
@@ -57,31 +51,17 @@ def open_litdata(address: str, asked: Asked) -> Source:
         if names == ["0", "1"]:
             names = ["image", "label"]
         encodings = dict(zip(names, map(str, config["data_format"]), strict=True))
-        values = values_of(address, encodings, asked)
+        sizes = [None] * len(encodings)
+        unpack: Callable[[str, bytes], bytes] = stored
+        if codec := str(config["compression"] or ""):
+            unpack = partial(decompressed, codec=codec)
+            if config.get("compression_level") == "batch":
+                unpack = _of_frames
         chunks = [
-            (str(chunk["filename"]), int(chunk["chunk_size"]))
+            Shard(str(chunk["filename"]), int(chunk["chunk_size"]), sizes, unpack)
             for chunk in index["chunks"]
         ]
-    codec = str(config["compression"] or "")
-
-    def samples() -> Iterator[dict[str, Any]]:
-        for name, num_samples in chunks:
-            with explained(join_address(address, name)):
-                if codec and level == "batch":
-                    content = _of_frames(
-                        join_address(address, name), read_shard(address, name)
-                    )
-                else:
-                    content = read_shard(address, name, codec)
-            yield from samples_of_shard(
-                join_address(address, name),
-                num_samples,
-                content,
-                [None] * len(encodings),
-                values,
-            )
-
-    return Source(samples(), num_samples=sum(num for _, num in chunks))
+        return shards_source(address, encodings, chunks, asked)
 
 
 def _leaves(spec: Any, above: tuple[str, ...] = ()) -> Iterator[str]:

@@ -9,7 +9,7 @@ A sample in a shard is | uint32 size of each value without a fixed size | values
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from raypipe.errors import StoreError
@@ -21,13 +21,7 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import (
-    Value,
-    array_shape,
-    read_shard,
-    samples_of_shard,
-    values_of,
-)
+from raypipe.stores.sources.shards import Shard, decompressed, shards_source
 
 
 def open_mds(address: str, asked: Asked) -> Source:
@@ -45,46 +39,35 @@ def open_mds(address: str, asked: Asked) -> Source:
             raise StoreError(
                 f"{where}: its shards have different columns: convert those of one kind at a time"
             )
-        encodings = dict(
-            zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True)
+        names, encodings, _ = first
+        return shards_source(
+            address,
+            dict(zip(names, encodings, strict=True)),
+            list(map(_shard, shards)),
+            asked,
         )
-        values = values_of(address, encodings, asked)
-        names = list(encodings)
-        arrays = [
-            column
-            for column, value in values.items()
-            if array_shape(encodings[names[value.position]])
-        ]
-        num_samples = sum(int(shard["samples"]) for shard in shards)
-
-    return Source(
-        _samples(address, shards, values),
-        num_samples=num_samples,
-        arrays=[name for name in arrays if name != "image"],
-    )
-
-
-def _samples(
-    address: str, shards: list[dict[str, Any]], values: Mapping[str, Value]
-) -> Iterator[dict[str, Any]]:
-    """Yield the samples of all shards of a folder."""
-    for shard in shards:
-        with explained(join_address(address, INDEX)):
-            raw = shard["raw_data"]
-            packed = shard.get("zip_data")
-            name = str((packed or raw)["basename"])
-            codec = str(shard["compression"]) if packed else ""
-            num_samples = int(shard["samples"])
-            sizes = [int(size) if size else None for size in shard["column_sizes"]]
-            num_bytes = int(raw["bytes"])
-            content = read_shard(address, name, codec, num_bytes)
-            where = join_address(address, name)
-            if len(content) != num_bytes:
-                raise StoreError(
-                    f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
-                )
-        yield from samples_of_shard(where, num_samples, content, sizes, values)
 
 
 def _columns(shard: dict[str, Any]) -> list[Any]:
     return [shard[f"column_{field}"] for field in ("names", "encodings", "sizes")]
+
+
+def _shard(shard: dict[str, Any]) -> Shard:
+    raw = shard["raw_data"]
+    packed = shard.get("zip_data")
+    codec = str(shard["compression"]) if packed else ""
+    return Shard(
+        str((packed or raw)["basename"]),
+        int(shard["samples"]),
+        [int(size) if size else None for size in shard["column_sizes"]],
+        partial(_unpacked, codec, int(raw["bytes"])),
+    )
+
+
+def _unpacked(codec: str, num_bytes: int, where: str, packed: bytes) -> bytes:
+    content = decompressed(where, packed, codec, num_bytes) if codec else packed
+    if len(content) != num_bytes:
+        raise StoreError(
+            f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
+        )
+    return content

@@ -22,7 +22,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, ColumnValues
 from raypipe.stores.sources.format_source import (
     Asked,
     Source,
@@ -59,13 +59,13 @@ def _num_in_index(address: str) -> int | None:
 
 def _samples(
     address: str, num_indexed: int | None, has_label: bool
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ColumnValues]:
     num_records = 0
     num_empty = 0
     num_labels = -1
-    for number, data in enumerate(_records(address)):
+    for data in _records(address):
+        where = f"{address}, record {num_records}"
         num_records += 1
-        where = f"{address}, record {number}"
         if len(data) < _IMAGE_HEAD.size:
             raise StoreError(
                 f"{where}, has {len(data)} bytes, too few for an image of im2rec"
@@ -82,7 +82,9 @@ def _samples(
         labels = np.frombuffer(data, "<f4", flag, _IMAGE_HEAD.size)
         sample: dict[str, Any] = {"image": data[end:], "id": sample_id}
         if not has_label:
-            yield sample | ({"labels": labels.tolist()} if flag else {})
+            if flag:
+                sample["labels"] = labels.tolist()
+            yield sample
             continue
         if num_labels not in (-1, flag):
             raise StoreError(

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -32,10 +32,11 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.storage.read_limit import check_read, read_limit
-from raypipe.stores.base import RENAMED
+from raypipe.stores.base import RENAMED, ColumnValues
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     Asked,
+    Source,
     explained,
     opened,
     others,
@@ -45,7 +46,7 @@ from raypipe.stores.sources.format_source import (
 
 logger = logging.getLogger(__name__)
 
-CODECS = {
+_CODECS = {
     "zstd": "zstd",
     "gz": "gzip",
     "br": "brotli",
@@ -54,50 +55,29 @@ CODECS = {
 }
 """Name in an index → pyarrow's."""
 
+_USUAL = {"image": ("jpg", "jpeg", "png"), "label": ("class", "cls")}
 _SMALLER = "write smaller shards"
 _PICKLES = ("pkl", "pickle")
 _PIL_HEAD = struct.Struct("<III")
 _PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
-_NUMBERS = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in (
-        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "int", "float", "bool"),
-    )
-}
-# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
-_MDS_TYPES = {
-    8: "u1",
-    9: "i1",
-    16: "u2",
-    17: "i2",
-    18: "f2",
-    32: "u4",
-    33: "i4",
-    34: "f4",
-}
-_MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
-_NUMPY_TYPES = {
-    **dict(
-        enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
-    ),
-    13: "?",
-}
-_TORCH_TYPES = {
-    0: "f4",
-    1: "f4",
-    2: "f8",
-    3: "f8",
-    8: "f2",
-    9: "f2",
-    11: "u1",
-    12: "i1",
-    13: "i2",
-    14: "i2",
-}
-_TORCH_TYPES |= {15: "i4", 16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
 
 Decode = Callable[[bytes], Any]
+
+
+class Shard(NamedTuple):
+    """A file of samples, by its index.
+
+    Attributes:
+        name: its path in the folder.
+        num_samples: how many it has.
+        sizes: fixed size of each value; None = each sample has it before its values.
+        unpack: its address, for errors, and its stored bytes → its bytes.
+    """
+
+    name: str
+    num_samples: int
+    sizes: Sequence[int | None]
+    unpack: Callable[[str, bytes], bytes]
 
 
 class Value(NamedTuple):
@@ -105,6 +85,20 @@ class Value(NamedTuple):
 
     position: int
     decode: Decode
+
+
+def shards_source(
+    folder: str, encodings: Mapping[str, str], shards: Sequence[Shard], asked: Asked
+) -> Source:
+    """Return the samples of a folder of shards, by the encoding of each of their values."""
+    values = values_of(folder, encodings, asked)
+    shapes = list(map(_array_shape, encodings.values()))
+    arrays = [column for column, value in values.items() if shapes[value.position]]
+    return Source(
+        _samples(folder, shards, values),
+        num_samples=sum(shard.num_samples for shard in shards),
+        arrays=[column for column in arrays if column != "image"],
+    )
 
 
 def values_of(
@@ -115,123 +109,109 @@ def values_of(
     Raises:
         StoreError: there is no image, or image or label has an encoding that is not read.
     """
-    names = stored_as(
-        where,
-        encodings,
-        asked,
-        {"image": ("jpg", "jpeg", "png"), "label": ("class", "cls")},
-    )
+    names = stored_as(where, encodings, asked, _USUAL)
     names |= {name: name for name in others(encodings, names)}
+    positions = {name: position for position, name in enumerate(encodings)}
     values: dict[str, Value] = {}
     for column, name in names.items():
-        decode = _decoder(encodings[name])
+        encoding = encodings[name]
+        decode = _decoder(encoding)
         if decode is not None:
-            values[column] = Value(list(encodings).index(name), decode)
+            values[column] = Value(positions[name], decode)
             continue
-        if encodings[name] in _PICKLES:
-            encoding = "a pickle, which may run a program"
-        else:
-            encoding = repr(encodings[name])
+        is_pickle = encoding in _PICKLES
+        what = "a pickle, which may run a program" if is_pickle else repr(encoding)
         if column in RENAMED:
             raise StoreError(
-                f"{where}: {name!r} is {encoding}, which raypipe does not read: name another value by "
+                f"{where}: {name!r} is {what}, which raypipe does not read: name another value by "
                 f"store.{RENAMED[column]}, or yield the samples from your own function, MODULE:NAME"
             )
-        logger.warning("%s: %r is left out: it is %s", where, name, encoding)
+        logger.warning("%s: %r is left out: it is %s", where, name, what)
     return values
 
 
-def samples_of_shard(
-    name: str,
-    num_samples: int,
-    content: bytes,
-    sizes: list[int | None],
-    values: Mapping[str, Value],
-) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a shard.
-
-    Args:
-        name: its address, for errors.
-        num_samples: how many the index declares.
-        content: the whole shard.
-        sizes: fixed size of each value; None = each sample has it before its values.
-    """
-    offsets = _offsets(name, num_samples, content)
-    head = struct.Struct(f"<{sizes.count(None)}I")
-    for number, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        begins = [start + head.size]
-        if begins[0] <= min(end, len(content)):
-            stored = iter(head.unpack_from(content, start))
-            every = (next(stored) if size is None else size for size in sizes)
-            begins = list(itertools.accumulate(every, initial=begins[0]))
-        if begins[-1] != end:
-            raise StoreError(
-                f"{name} is damaged: sample {number} has values of other sizes; copy it again"
-            )
-        sample = {}
-        for column, (position, decode) in values.items():
-            data = content[begins[position] : begins[position + 1]]
-            with explained(f"{name}, sample {number}: the value for {column!r}"):
-                sample[column] = decode(data)
-        yield sample
+def _samples(
+    folder: str, shards: Sequence[Shard], values: Mapping[str, Value]
+) -> Iterator[ColumnValues]:
+    for shard in shards:
+        where = join_address(folder, shard.name)
+        content = _content(folder, shard)
+        offsets = _offsets(where, shard.num_samples, content).tolist()
+        head = struct.Struct(f"<{shard.sizes.count(None)}I")
+        for number, (start, end) in enumerate(itertools.pairwise(offsets)):
+            begins = [start + head.size]
+            if begins[0] <= min(end, len(content)):
+                stored = iter(head.unpack_from(content, start))
+                sizes = (next(stored) if size is None else size for size in shard.sizes)
+                begins = list(itertools.accumulate(sizes, initial=begins[0]))
+            if begins[-1] != end:
+                raise StoreError(
+                    f"{where} is damaged: sample {number} has values of other sizes; copy it again"
+                )
+            sample = {}
+            for column, (position, decode) in values.items():
+                data = content[begins[position] : begins[position + 1]]
+                with explained(f"{where}, sample {number}: the value for {column!r}"):
+                    sample[column] = decode(data)
+            yield sample
 
 
-def _offsets(name: str, num_samples: int, content: bytes) -> np.ndarray:
+def _offsets(where: str, num_samples: int, content: bytes) -> np.ndarray:
     """Return where each sample of a shard begins, and where the last ends, int64 (num_samples + 1,)."""
     num_stored = min(num_samples + 2, len(content) // 4)
     table = np.frombuffer(content, "<u4", num_stored).astype(np.int64)
     is_whole = len(table) == num_samples + 2
     if not is_whole or table[0] != num_samples or table[-1] > len(content):
         raise StoreError(
-            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
+            f"{where} is truncated, damaged, or not the shard of this index; copy it again"
         )
     return table[1:]
 
 
-def read_shard(
-    folder: str, name: str, codec: str = "", num_bytes: int | None = None
-) -> bytes:
-    """Return a shard, unpacked by one of `CODECS`.
-
-    Args:
-        num_bytes: its unpacked size by the index; None = the index has none.
+def _content(folder: str, shard: Shard) -> bytes:
+    """Return the bytes of a shard.
 
     Raises:
         StoreError: its name leads out of the folder, it cannot be read, or it unpacks to more than the limit.
     """
-    path = PurePosixPath(name)
-    if (
-        not path.parts
-        or path.is_absolute()
-        or ".." in path.parts
-        or "\0" in name
-        or "\\" in name
-    ):
+    parts = PurePosixPath(shard.name).parts
+    leads_out = not parts or parts[0] == "/" or ".." in parts
+    if leads_out or "\0" in shard.name or "\\" in shard.name:
         raise StoreError(
-            f"{folder}: its index names {name!r}, which is not a file in this folder"
+            f"{folder}: its index names {shard.name!r}, which is not a file in this folder"
         )
-    address = join_address(folder, *path.parts)
+    address = join_address(folder, *parts)
     with opened(address) as file:
         stored_bytes = size_of(file)
         check_read(address, stored_bytes, stored_bytes, _SMALLER)
-        content = file.read()
-        return decompressed(address, content, codec, num_bytes) if codec else content
+        return shard.unpack(address, file.read())
 
 
-def decompressed(where: str, packed: bytes, codec: str, num_bytes: int | None) -> bytes:
+def stored(where: str, content: bytes) -> bytes:
+    """Return the bytes of a shard that is not compressed."""
+    return content
+
+
+def decompressed(
+    where: str, packed: bytes, codec: str, num_bytes: int | None = None
+) -> bytes:
     """Return what compressed bytes unpack to.
+
+    Args:
+        codec: one of `_CODECS`; a level may follow.
+        num_bytes: the unpacked size by the index; None = the index has none.
 
     Raises:
         ValueError: the codec is unknown, or they unpack to more than `num_bytes`.
         StoreError: they unpack to more than the limit.
     """
-    if codec.partition(":")[0] not in CODECS:
+    kind = _CODECS.get(codec.partition(":")[0])
+    if kind is None:
         raise ValueError(
-            f"its compression is {codec!r}; raypipe reads {', '.join(CODECS)}"
+            f"its compression is {codec!r}; raypipe reads {', '.join(_CODECS)}"
         )
     check_read(where, num_bytes or 0, len(packed), _SMALLER)
     max_bytes = read_limit(len(packed)) if num_bytes is None else max(0, num_bytes)
-    kind = CODECS[codec.partition(":")[0]]
     if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
         return bytes(pa.decompress(packed, max_bytes, kind, asbytes=True))
     with pa.CompressedInputStream(pa.BufferReader(packed), kind) as stream:
@@ -243,47 +223,11 @@ def decompressed(where: str, packed: bytes, codec: str, num_bytes: int | None) -
     return content
 
 
-def _decoder(encoding: str) -> Decode | None:
-    """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others."""
-    kind, _, details = encoding.partition(":")
-    if kind in _NUMBERS:
-        return lambda data: np.frombuffer(data, _NUMBERS[kind]).item()
-    if kind == "ndarray":
-        return partial(_of_mds, *_array_of(details))
-    if kind in ("no_header_numpy", "no_header_tensor"):
-        types = _NUMPY_TYPES if kind == "no_header_numpy" else _TORCH_TYPES
-        dtype = types.get(int(details)) if details.isdecimal() else None
-        return partial(np.frombuffer, dtype=dtype) if dtype else None
-    return _DECODERS.get(kind)
+# Encodings
 
 
-_DECODERS: dict[str, Decode] = {
-    **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file", "image"), bytes),
-    **dict.fromkeys(("str", "text", "str_decimal"), bytes.decode),
-    **dict.fromkeys(
-        ("jpeg_array", "jpegarray", "list[jpeg]", "list[png]"),
-        lambda data: _one_of(data),
-    ),
-    "str_int": int,
-    "str_float": float,
-    "json": json.loads,
-    "pil": lambda data: _picture(data),
-    "numpy": lambda data: _of_litdata(_NUMPY_TYPES, data),
-    "tensor": lambda data: _of_litdata(_TORCH_TYPES, data),
-}
-
-
-def array_shape(encoding: str) -> tuple[int, ...]:
-    """Return the shape of an encoding's arrays; empty if they have none, or not all have one."""
-    kind, _, details = encoding.partition(":")
-    return (_array_of(details)[1] or ()) if kind == "ndarray" else ()
-
-
-def _array_of(details: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
-    """Return dtype and shape of arrays from `uint8:32,32,3`; None for what it leaves open."""
-    name, _, axes = details.partition(":")
-    dtype = _NUMBERS[name] if name else None
-    return dtype, tuple(map(int, axes.split(","))) if axes else None
+def _number(dtype: np.dtype[Any], data: bytes) -> Any:
+    return np.frombuffer(data, dtype).item()
 
 
 def _one_of(data: bytes) -> bytes:
@@ -306,10 +250,10 @@ def _picture(data: bytes) -> bytes:
     if mode not in _PIL_MODES or not 0 < width * height <= 8 * len(data):
         raise ValueError(f"pixels of {width} x {height}, mode {mode[:20]!r}")
     image = Image.frombytes(mode.decode(), (width, height), data[start:])
+    if mode == b"CMYK":
+        image = image.convert("RGB")
     out = io.BytesIO()
-    (image.convert("RGB") if mode == b"CMYK" else image).save(
-        out, "PNG", compress_level=1
-    )
+    image.save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
@@ -339,11 +283,66 @@ def _of_litdata(types: Mapping[int, str], data: bytes) -> np.ndarray:
 def _shaped(
     data: bytes, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> np.ndarray:
-    if start < len(data):
-        values = np.frombuffer(data, dtype, offset=start)
-    else:
-        values = np.empty(0, dtype)
+    values = np.frombuffer(data[start:], dtype)
     if math.prod(shape) != len(values):
         # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {shape}")
     return values.reshape(shape)
+
+
+def _types(table: str) -> dict[int, str]:
+    """Return the dtypes of numbers, from `8:u1 9:i1`."""
+    pairs = (entry.split(":") for entry in table.split())
+    return {int(number): dtype for number, dtype in pairs}
+
+
+# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
+_MDS_TYPES = _types("8:u1 9:i1 16:u2 17:i2 18:f2 32:u4 33:i4 34:f4 64:u8 65:i8 66:f8")
+_NUMPY_TYPES = _types("0:i1 1:i2 2:i4 3:i8 4:u1 5:u2 6:u4 7:u8 8:f2 9:f4 10:f8 13:?")
+_TORCH_TYPES = _types(
+    "0:f4 1:f4 2:f8 3:f8 8:f2 9:f2 11:u1 12:i1 13:i2 14:i2 15:i4 16:i4 17:i8 18:i8 19:? 20:u2"
+)
+_NUMBERS = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "int", "float", "bool"),
+    )
+}
+_HEADLESS = {"no_header_numpy": _NUMPY_TYPES, "no_header_tensor": _TORCH_TYPES}
+_DECODERS: dict[str, Decode] = {
+    **{name: partial(_number, dtype) for name, dtype in _NUMBERS.items()},
+    **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file", "image"), bytes),
+    **dict.fromkeys(("str", "text", "str_decimal"), bytes.decode),
+    **dict.fromkeys(("jpeg_array", "jpegarray", "list[jpeg]", "list[png]"), _one_of),
+    "str_int": int,
+    "str_float": float,
+    "json": json.loads,
+    "pil": _picture,
+    "numpy": partial(_of_litdata, _NUMPY_TYPES),
+    "tensor": partial(_of_litdata, _TORCH_TYPES),
+}
+
+
+def _decoder(encoding: str) -> Decode | None:
+    """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others."""
+    kind, _, details = encoding.partition(":")
+    if kind == "ndarray":
+        return partial(_of_mds, *_array_of(details))
+    if types := _HEADLESS.get(kind):
+        dtype = types.get(int(details)) if details.isdecimal() else None
+        return partial(np.frombuffer, dtype=dtype) if dtype else None
+    return _DECODERS.get(kind)
+
+
+def _array_shape(encoding: str) -> tuple[int, ...]:
+    """Return the shape of an encoding's arrays; empty if they have none, or not all have one."""
+    kind, _, details = encoding.partition(":")
+    return (_array_of(details)[1] or ()) if kind == "ndarray" else ()
+
+
+def _array_of(details: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+    """Return dtype and shape of arrays from `uint8:32,32,3`; None for what it leaves open."""
+    name, _, axes = details.partition(":")
+    dtype = _NUMBERS[name] if name else None
+    return dtype, tuple(map(int, axes.split(","))) if axes else None

@@ -26,14 +26,13 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.base import MAX_SAMPLE_BYTES, ColumnValues
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     NUM_PROBED,
     Asked,
     Source,
     beside,
-    explained,
     library,
     opened,
     others,
@@ -215,12 +214,14 @@ def _shape_of(
 
 def _samples(
     records: Iterator[_Record], columns: dict[str, tuple[str, str]], known: set[str]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ColumnValues]:
     for where, features, _ in records:
         if not features:
             logger.warning(
                 "%s: its checksum is wrong, it is over 512 MiB, or no Example", where
             )
+            yield {"image": None}
+            continue
         if later := sorted(features.keys() - known):
             known |= features.keys()
             logger.warning(
@@ -229,46 +230,47 @@ def _samples(
                 where,
                 ", ".join(later),
             )
-        yield _sample(where, features, columns)
+        sample = {
+            column: _value(where, name, kind, features.get(name, []))
+            for column, (name, kind) in columns.items()
+        }
+        image = sample["image"]
+        if image and not is_image(image) and (shape := _shape_of(image, features)):
+            sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
+        yield sample
 
 
 def _records(path: str) -> Iterator[_Record]:
     """Yield the records of a file; raise StoreError if a length is damaged, or the file is truncated."""
-    with opened(path) as file, explained(path):
-        content, max_bytes, stored_bytes = _unpacked(file)
+    with opened(path) as file:
+        head = file.peek(_HEADER.size)[: _HEADER.size]
+        stored_bytes = size_of(file)
+        content: Any = file
+        max_bytes = min(MAX_SAMPLE_BYTES, stored_bytes)
+        # a length may look like gzip
+        if head.startswith(_GZIP) and head[8:] != _checksum(head[:8]):
+            content = gzip.GzipFile(fileobj=file)
+            max_bytes = MAX_SAMPLE_BYTES
         for number in itertools.count():
             header = content.read(_HEADER.size)
             if not header:
                 return
             num_bytes = _length(header, path, number)
-            data: bytes | None = None
             where = f"{path}, record {number}"
-            if num_bytes <= max_bytes:
+            is_read = num_bytes <= max_bytes
+            data = b""
+            if is_read:
                 check_read(f"{where}, in parts,", _COPIES * num_bytes, stored_bytes)
                 data = content.read(num_bytes)
             else:
                 content.seek(num_bytes, io.SEEK_CUR)
             checksum = content.read(_CRC.size)
-            is_cut = data is not None and len(data) < num_bytes
-            if len(checksum) < _CRC.size or is_cut:
+            if len(checksum) < _CRC.size or (is_read and len(data) < num_bytes):
                 raise StoreError(
                     f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
                 )
-            features: dict[str, list[Any]] = {}
-            if data is not None and checksum == _checksum(data):
-                features = _features(data)
-            yield where, features, num_bytes
-
-
-def _unpacked(file: io.BufferedReader) -> tuple[Any, int, int]:
-    """Return the records of a file as a file, unpacked, the most bytes of one, and the file's size."""
-    head = file.peek(_HEADER.size)[: _HEADER.size]
-    stored_bytes = size_of(file)
-    # a length may look like gzip
-    is_plain = head[8:] == _checksum(head[:8])
-    if is_plain or not head.startswith(_GZIP):
-        return file, min(MAX_SAMPLE_BYTES, stored_bytes), stored_bytes
-    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES, stored_bytes
+            is_whole = is_read and checksum == _checksum(data)
+            yield where, _features(data) if is_whole else {}, num_bytes
 
 
 def _length(header: bytes, path: str, number: int) -> int:
@@ -287,14 +289,11 @@ def _length(header: bytes, path: str, number: int) -> int:
 
 def _features(data: bytes) -> dict[str, list[Any]]:
     try:
-        entries = _example().FromString(data).features.feature
-        kinds = {entry.key: entry.value.WhichOneof("kind") for entry in entries}
-        return {
-            entry.key: list(getattr(entry.value, kinds[entry.key]).value)
-            if kinds[entry.key]
-            else []
-            for entry in entries
-        }
+        features: dict[str, list[Any]] = {}
+        for entry in _example().FromString(data).features.feature:
+            kind = entry.value.WhichOneof("kind")
+            features[entry.key] = list(getattr(entry.value, kind).value) if kind else []
+        return features
     except Exception:  # protobuf's own, or of text that is not UTF-8
         return {}
 
@@ -305,21 +304,6 @@ def _is_text(value: Any) -> bool:
     except (UnicodeDecodeError, AttributeError):
         return False
     return all(letter.isprintable() or letter.isspace() for letter in text)
-
-
-def _sample(
-    where: str, features: dict[str, list[Any]], columns: dict[str, tuple[str, str]]
-) -> dict[str, Any]:
-    if not features:
-        return {"image": None}
-    sample = {
-        column: _value(where, name, kind, features.get(name, []))
-        for column, (name, kind) in columns.items()
-    }
-    image = sample["image"]
-    if image and not is_image(image) and (shape := _shape_of(image, features)):
-        sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
-    return sample
 
 
 def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:

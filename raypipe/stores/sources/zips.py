@@ -20,7 +20,7 @@ from typing import Any
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import NAME, as_text
+from raypipe.stores.base import NAME, ColumnValues, as_text
 from raypipe.stores.class_folders import tell_left_out
 from raypipe.stores.class_tar import index_tars
 from raypipe.stores.memory_tree import Link, MemoryTree, Node, TreeFile
@@ -133,7 +133,7 @@ def _scan(zipped: _Zip, asked: Asked) -> Scan:
     return layout_of(zipped.path, members, tree, zipped.pread, *asked)
 
 
-def _samples(zips: Sequence[_Zip], indexed: Indexed) -> Iterator[dict[str, Any]]:
+def _samples(zips: Sequence[_Zip], indexed: Indexed) -> Iterator[ColumnValues]:
     """Yield the samples of each zip."""
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)

@@ -16,10 +16,11 @@ import pytest
 import ray
 from pictures import picture
 
-from raypipe.commands import ordered_samples, tasks
+from raypipe.commands import samples as samples_module
+from raypipe.commands import tasks
 from raypipe.commands.convert import convert
-from raypipe.commands.copies import CopySettings, num_shards
-from raypipe.commands.ordered_samples import Block, OrderedSamples
+from raypipe.commands.copies import num_shards
+from raypipe.commands.samples import Block, block_shards
 from raypipe.errors import StoreError
 from raypipe.rayext import cluster
 from raypipe.storage.filesystem import open_filesystem
@@ -75,13 +76,12 @@ def test_shards_have_all_samples_in_order(
     shards: int, shard_bytes: int, bounds: list[int]
 ) -> None:
     parts = [Block(name, 10 * num, num) for name, num in (("a", 6), ("b", 1), ("c", 3))]
-    ordered = OrderedSamples("x", [], lambda _: iter(parts), shard_bytes, False)
-    found = list(ordered.rows(CopySettings(), shards, num_cpus=2))
+    found = list(block_shards(iter(parts), 10, shard_bytes, shards, num_cpus=2))
     assert [first for first, _ in found] == bounds[:-1]
     rows = [
         [
             (block.table, block.start + i)
-            for block in rows.blocks
+            for block in rows.args[0]
             for i in range(block.num)
         ]
         for _, rows in found
@@ -99,7 +99,7 @@ def test_a_thousand_samples_for_each_cpu_are_a_shard() -> None:
 def test_more_than_a_shard_holds_is_written_as_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ordered_samples, "SHARD_BYTES", 80 * len(picture(0, 8, 8)))
+    monkeypatch.setattr(samples_module, "SHARD_BYTES", 80 * len(picture(0, 8, 8)))
     dst = tmp_path / "a.lmdb"
     num_written = []
 

@@ -1,0 +1,311 @@
+"""The samples that `convert` copies, cut into the rows of shards.
+
+a store             → ranges, which tasks read
+samples, a format   → this process reads a chunk at a time, and its threads make it     → blocks in Ray's
+a Dataset           → its own execution makes them, on any node                           memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import Progress
+
+from raypipe.commands.copies import (
+    CHUNK,
+    SHARD_BYTES,
+    CopySettings,
+    Made,
+    make,
+    num_shards,
+    samples_in,
+    with_encoded_image,
+)
+from raypipe.errors import StoreError
+from raypipe.rayext.cluster import connect
+from raypipe.rayext.failures import cause_of
+from raypipe.storage.retries import in_threads
+from raypipe.stores.base import NAME, Columns, ColumnValues, Store
+from raypipe.stores.scan import mean_image_bytes, scan
+from raypipe.stores.sources import Source
+from raypipe.stores.sources.format_source import MAX_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import ray.data
+
+# Many tasks write those of a Dataset at a time, and all are in memory.
+DATASET_SHARD_BYTES = 256 << 20
+
+Shards = Iterator[tuple[int, partial[Iterator[Made]]]]
+"""The index of each shard's first sample, and a function that a task calls for its rows."""
+
+
+class Samples(NamedTuple):
+    """The samples that are copied.
+
+    Attributes:
+        name: for errors.
+        first: column → its first values, which decide its type.
+        shards: settings, the number of shards, 0 = by their size, and the number of CPUs → the shards.
+        are_here: whether only tasks of this node have them.
+        classes, num_samples: see `Source`.
+    """
+
+    name: str
+    first: Mapping[str, Any]
+    shards: Callable[[CopySettings, int, int], Shards]
+    are_here: bool
+    classes: tuple[str, ...] | None = None
+    num_samples: int | None = None
+
+
+# A store
+
+
+def store_rows(
+    store: Store, first: int, stop: int, settings: CopySettings
+) -> Iterator[Made]:
+    """Read and make samples first … stop - 1 of a store."""
+    names = [name for name in settings.columns if name not in settings.sized]
+    for sample in samples_in(store, names, first, stop):
+        yield make(sample, settings)
+
+
+def store_samples(store: Store) -> Samples:
+    """Return the samples of a store; one at a URI is in the cache of this node."""
+    if not len(store):
+        raise StoreError(f"{store.address} has no samples")
+    # the numbers of rows are not kept
+    has_names = getattr(store, "has_names", True)
+    names = [name for name in store.schema.names if name != NAME or has_names]
+    first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
+
+    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
+        if not num:
+            num_bytes = len(store) * mean_image_bytes(store)
+            num = num_shards(len(store), num_bytes, num_cpus)
+        for start, stop in itertools.pairwise(_bounds(len(store), num)):
+            yield start, partial(store_rows, store, start, stop, settings)
+
+    values = with_later(store, first)
+    return Samples(store.address, values, shards, True, store.classes, len(store))
+
+
+def _bounds(num_samples: int, num: int) -> list[int]:
+    """Return where each of `num` shards begins, and where the last ends."""
+    return np.linspace(0, num_samples, min(num_samples, num) + 1).astype(int).tolist()
+
+
+def with_later(store: Store, first: Columns) -> dict[str, Any]:
+    """Return the first values of columns, and what decides a type later: a value, or None among integers."""
+    columns = dict(first)
+    for field in store.schema:
+        name = field.name
+        if name in ("image", "label", NAME):
+            continue
+        kinds = set(map(type, first[name]))
+        has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)
+        may_lack_one = pa.types.is_integer(field.type) or pa.types.is_boolean(
+            field.type
+        )
+        if has_no_value or (may_lack_one and field.nullable and NoneType not in kinds):
+            later = (
+                value for chunk in scan(store, (name,), "") for value in chunk[name]
+            )
+            decisive = (value for value in later if (value is None) != has_no_value)
+            columns[name] = [*first[name], *itertools.islice(decisive, 1)]
+    return columns
+
+
+# Blocks of samples that are read once, in order
+
+
+class Block(NamedTuple):
+    """Rows of a table in Ray's memory.
+
+    Attributes:
+        table: a reference to it; its columns are the fields of `Made`.
+        num_bytes: size of the whole table.
+        num: how many rows.
+        start: the first one.
+    """
+
+    table: Any
+    num_bytes: int
+    num: int
+    start: int = 0
+
+
+def block_rows(blocks: Iterable[Block]) -> Iterator[Made]:
+    """Yield the rows of blocks."""
+    import ray
+
+    for block in blocks:
+        table = ray.get(block.table).slice(block.start, block.num)
+        columns = table.to_pydict()
+        yield from map(Made, *(columns[name] for name in Made._fields))
+
+
+def block_shards(
+    blocks: Iterator[Block],
+    num_samples: int | None,
+    shard_bytes: int,
+    num: int,
+    num_cpus: int,
+) -> Shards:
+    """Return an iterator of the shards of blocks.
+
+    All blocks are in Ray's memory first, unless they are more than a shard and the number of shards is free.
+    """
+    gathered: list[Block] = []
+    num_rows = num_bytes = 0
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        shown = bar.add_task("the samples", total=num_samples)
+        for block in blocks:
+            gathered.append(block)
+            num_rows += block.num
+            num_bytes += block.num_bytes
+            bar.update(shown, completed=num_rows)
+            if not num and num_bytes > shard_bytes:
+                size = max(1, num_rows * shard_bytes // num_bytes)
+                return _cut(itertools.chain(gathered, blocks), repeat(size))
+    bounds = _bounds(num_rows, num or num_shards(num_rows, 0, num_cpus))
+    return _cut(iter(gathered), np.diff(bounds).tolist())
+
+
+def _cut(blocks: Iterator[Block], sizes: Iterable[int]) -> Shards:
+    """Yield the rows of shards of so many samples, as far as there are some."""
+    first = 0
+    block = None
+    for size in sizes:
+        rows: list[Block] = []
+        missing = size
+        while missing and (block := block or next(blocks, None)):
+            num = min(missing, block.num)
+            missing -= num
+            rows.append(block._replace(num=num))
+            rest = block._replace(start=block.start + num, num=block.num - num)
+            block = rest if rest.num else None
+        if not rows:
+            return
+        yield first, partial(block_rows, rows)
+        first += size
+
+
+def _first_values(first: Sequence[ColumnValues], name: str) -> dict[str, list[Any]]:
+    """Return the values of the first samples, by column; raise StoreError if there are none."""
+    if not first:
+        raise StoreError(f"{name} has no samples")
+    values: dict[str, list[Any]] = {}
+    for sample in map(with_encoded_image, first):
+        for column, value in sample.items():
+            values.setdefault(column, []).append(value)
+    return values
+
+
+def source_samples(source: Source, name: str) -> Samples:
+    """Return the samples of a source; `image` and `label` are their first columns."""
+    chunks = _chunks(source.samples)
+    first = next(chunks, [])
+    values: dict[str, Any] = {"image": [], "label": []} | _first_values(first, name)
+    values = {column: of_column for column, of_column in values.items() if of_column}
+    for column in source.arrays:
+        values[column] = np.stack(values[column])
+
+    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
+        blocks = _blocks_of_samples(itertools.chain([first], chunks), settings)
+        return block_shards(blocks, source.num_samples, SHARD_BYTES, num, num_cpus)
+
+    return Samples(name, values, shards, False, source.classes, source.num_samples)
+
+
+def _blocks_of_samples(
+    chunks: Iterable[list[ColumnValues]], settings: CopySettings
+) -> Iterator[Block]:
+    """Yield samples as blocks, which threads make."""
+    import ray
+
+    for chunk in chunks:
+        made = in_threads(partial(make, settings=settings), chunk)
+        columns = zip(*made, strict=True)
+        table = pa.table(dict(zip(Made._fields, columns, strict=True)))
+        yield Block(ray.put(table), table.nbytes, len(table))
+
+
+def _chunks(samples: Iterable[ColumnValues]) -> Iterator[list[ColumnValues]]:
+    """Yield samples, a few at a time, and fewer where they are large."""
+    chunk: list[ColumnValues] = []
+    num_bytes = 0
+    for sample in samples:
+        chunk.append(sample)
+        num_bytes += _num_bytes(sample)
+        if len(chunk) == CHUNK or num_bytes >= MAX_CHUNK_BYTES:
+            yield chunk
+            chunk = []
+            num_bytes = 0
+    if chunk:
+        yield chunk
+
+
+def _num_bytes(sample: ColumnValues) -> int:
+    """Return the bytes of a sample's image; 0 for what is not known to have any."""
+    image = sample.get("image") if isinstance(sample, Mapping) else None
+    if isinstance(image, bytes | bytearray):
+        return len(image)
+    return int(getattr(image, "nbytes", 0))
+
+
+def dataset_samples(dataset: ray.data.Dataset) -> Samples:
+    """Return the rows of a Dataset, which keep the order of its columns."""
+    connect()
+    with _in_order(dataset.limit(CHUNK)) as head:
+        values = _first_values(list(head.iter_rows()), "the Dataset")
+
+    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
+        blocks = _blocks_of_dataset(dataset, settings)
+        return block_shards(blocks, None, DATASET_SHARD_BYTES, num, 1)
+
+    return Samples("the Dataset", values, shards, False)
+
+
+def _blocks_of_dataset(
+    dataset: ray.data.Dataset, settings: CopySettings
+) -> Iterator[Block]:
+    """Yield the rows of a Dataset in its order, as blocks that its execution makes."""
+    import ray
+
+    with _in_order(dataset.map(partial(_made_row, settings=settings))) as copied:
+        try:
+            for bundle in copied.iter_internal_ref_bundles():
+                for table, facts in zip(
+                    bundle.block_refs, bundle.metadata, strict=True
+                ):
+                    if facts.num_rows:
+                        yield Block(table, facts.size_bytes, facts.num_rows)
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+
+
+def _made_row(sample: ColumnValues, settings: CopySettings) -> dict[str, Any]:
+    return make(sample, settings)._asdict()
+
+
+@contextlib.contextmanager
+def _in_order(dataset: ray.data.Dataset) -> Iterator[ray.data.Dataset]:
+    """Context manager: the Dataset, whose rows come in its order until the end."""
+    options = dataset.context.execution_options
+    before = options.preserve_order
+    options.preserve_order = True
+    try:
+        yield dataset
+    finally:
+        options.preserve_order = before

@@ -6,21 +6,23 @@ file       |----A------B--|                 its ranges one after the other
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, open_unchanged, short_hash
+from raypipe.storage.files import RemoteFile, look_up, open_object, short_hash
+from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import OpenFile
-from raypipe.storage.retries import in_threads, report_progress
+from raypipe.storage.retries import Threads
 
-# Twice as for whole shards, see `storage.download`: a group of a tar of 8 MiB, with its headers, is one request.
-_REQUEST_BYTES = 16 << 20
+PART_BYTES = 8 << 20
+"""Size of a ranged read. A process that dies loses up to _NUM_AHEAD of them."""
+# Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
+_NUM_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -48,35 +50,6 @@ class ByteRanges:
         """A name that is equal for the same ranges of the same object."""
         return short_hash(f"{self.file.key} {self.ranges}")
 
-    def fetch(self, descriptor: int) -> None:
-        """Fetch the ranges into a local file.
-
-        Raises:
-            StoreError: the object has changed since the store was opened, or cannot be read.
-        """
-        with open_unchanged(self.file) as source:
-
-            def copy(request: tuple[int, int, int]) -> None:
-                offset, start, size = request
-                content = source.read_at(size, start)
-                if len(content) != size:
-                    raise StoreError(
-                        f"{self.address} has become shorter than {start + size} bytes"
-                    )
-                os.pwrite(descriptor, content, offset)
-                report_progress()
-
-            in_threads(copy, self._requests())
-
-    def _requests(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the requests that fetch the ranges: offset in the local file, start in the object, and size."""
-        offset = 0
-        for start, end in self.ranges:
-            for first in range(start, end, _REQUEST_BYTES):
-                size = min(_REQUEST_BYTES, end - first)
-                yield offset, first, size
-                offset += size
-
 
 class ByteRangesReader:
     """The local file of ranges, read by the offsets that its bytes have in the object; closes with the object."""
@@ -96,3 +69,41 @@ class ByteRangesReader:
         offset = self._offsets[number] + start - self._starts[number]
         num_in_range = max(0, self._offsets[number + 1] - offset)
         return self._file.pread(min(num_bytes, num_in_range), offset)
+
+
+def read_pieces(
+    file: RemoteFile, ranges: Iterable[tuple[int, int]], part_bytes: int = 0
+) -> Iterator[bytes]:
+    """Yield the bytes of a file, local or remote, in some ranges, in order and in pieces.
+
+    Args:
+        ranges: start and end of each.
+        part_bytes: size of a piece; 0 = PART_BYTES.
+
+    Raises:
+        StoreError: it has changed since the store was opened, or cannot be read.
+    """
+    part_bytes = part_bytes or PART_BYTES
+    requests = [
+        (min(part_bytes, end - first), first)
+        for start, end in ranges
+        for first in range(start, end, part_bytes)
+    ]
+    is_object = is_remote(file.address)
+
+    def read(request: tuple[int, int]) -> bytes:
+        num_bytes, start = request
+        content = source.read_at(num_bytes, start)
+        if len(content) != num_bytes:
+            raise StoreError(
+                f"{file.address} has become shorter than {start + num_bytes} bytes"
+            )
+        return content
+
+    with open_object(file.address) as (source, current), Threads(_NUM_AHEAD) as pool:
+        if is_object:
+            file.check_same(current)
+        for first in range(0, len(requests), _NUM_AHEAD):
+            yield from pool.map(read, requests[first : first + _NUM_AHEAD])
+    if is_object:  # nobody mixes bytes of two versions
+        file.check_same(look_up(file.address))

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +45,9 @@ def read_by(
 ) -> _T:
     """Return `read(file)`. For a remote file, `read` runs in pyarrow's threads, and may be called again."""
     if isinstance(filesystem, RetryingFileSystem):
-        return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
+        return filesystem.handler.call(
+            "read", path, lambda inner: read_by(inner, path, read)
+        )
     with open_input(filesystem, path) as file:
         return read(file)
 
@@ -120,7 +121,7 @@ def write_synced(
 ) -> None:
     """Write a new file and wait until its content is on the disk, not only in memory."""
     if isinstance(filesystem, RetryingFileSystem):
-        filesystem.write(path, content)
+        filesystem.handler.write(path, content)
         return
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         # Ray Train's, of an own loop
@@ -211,18 +212,6 @@ def look_up(address: str) -> RemoteFile:
 
 
 @contextlib.contextmanager
-def open_unchanged(file: RemoteFile) -> Iterator[pa.NativeFile]:
-    """Context manager: an object, open for ranged reads; raises StoreError if it is another one, or becomes one.
-
-    So nobody mixes byte ranges of two versions of an object.
-    """
-    with open_object(file.address) as (source, current):
-        file.check_same(current)
-        yield source
-    file.check_same(look_up(file.address))
-
-
-@contextlib.contextmanager
 def open_object(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
     """Context manager: open an object for ranged reads, with its identity; its errors become StoreError."""
     with errors_as(StoreError, f"{address} cannot be read"):
@@ -253,12 +242,8 @@ def short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
-    """Return a hash of the rest of a file, which can be updated with more bytes."""
-    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-
-
 def digest_of_file(path: Path) -> str:
     """Return blake2b of a file's content, as 32 hex digits."""
     with path.open("rb") as file:
-        return hash_of(file).hexdigest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return digest.hexdigest()

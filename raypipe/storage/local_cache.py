@@ -27,16 +27,15 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.background import Repeating
 from raypipe.errors import StoreError
-from raypipe.storage.byte_ranges import ByteRanges
-from raypipe.storage.download import download, read_pieces
-from raypipe.storage.files import RemoteFile
+from raypipe.storage.byte_ranges import ByteRanges, read_pieces
+from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.limited_folder import Room, TooLargeError
 from raypipe.storage.local_file import (
     boot_id,
@@ -63,6 +62,8 @@ _TOUCH_S = 1.0
 _SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
+# Twice as for whole objects: a group of a tar of 8 MiB, with its headers, is one request.
+_RANGE_BYTES = 16 << 20
 # An unpacked object is given room in steps.
 _STEP_BYTES = 64 << 20
 
@@ -71,6 +72,11 @@ class Unpacked(NamedTuple):
     """The content of a compressed file, local or remote, as an entry of the cache."""
 
     file: RemoteFile
+
+    @property
+    def num_bytes(self) -> int | None:
+        """None: it is not known before."""
+        return None
 
     @property
     def address(self) -> str:
@@ -218,43 +224,46 @@ class LocalCache:
 
     def _make(self, file: CacheEntry, data: Path) -> None:
         """Make a file; the caller has its lock."""
-        if isinstance(file, RemoteFile):
-            partial = self._folder / f"{file.key}-{boot_id()}.partial"
-        else:
-            partial = self._folder / f".{file.key}-{boot_id()}"
+        is_object = isinstance(file, RemoteFile)
+        name = f"{file.key}-{boot_id()}"
+        partial = self._folder / (f"{name}.partial" if is_object else f".{name}")
         try:
             partial.touch(0o600)
             with partial.open("r+b") as target:
-                if isinstance(file, RemoteFile):
-                    self._make_room(file, partial, file.num_bytes)
-                    download(file, target)
-                elif isinstance(file, Unpacked):
-                    self._unpack(file, partial, target)
-                else:
-                    self._make_room(file, partial, file.num_bytes)
-                    file.fetch(target.fileno())
-                target.flush()
+                self._fill(file, partial, target)
                 os.utime(target.fileno(), ns=(time.time_ns(), _UNTOUCHED_NS))
                 if not isinstance(file, ByteRanges):
                     os.fsync(target.fileno())
             partial.replace(data)
         finally:
-            if not isinstance(file, RemoteFile):
+            if not is_object:
                 partial.unlink(missing_ok=True)
 
-    def _unpack(self, file: Unpacked, partial: Path, target: BufferedRandom) -> None:
-        """Unpack a file into a new one."""
-        stored_bytes = file.file.num_bytes
-        logger.info("unpacking %s, %.1f MiB", file.address, stored_bytes / 2**20)
-        num_bytes = room = 0
-        for piece in unpack_pieces(read_pieces(file.file), file.address, stored_bytes):
+    def _fill(self, file: CacheEntry, partial: Path, target: BufferedRandom) -> None:
+        """Write a file's bytes in order, so that the length of an object's is its progress."""
+        num_bytes = 0
+        room = file.num_bytes or 0
+        if room:
+            self._make_room(file, partial, room)
+        if isinstance(file, RemoteFile):  # an earlier download goes on
+            num_bytes = target.seek(0, os.SEEK_END)
+        for piece in _pieces(file, num_bytes):
             num_bytes += len(piece)
             if num_bytes > room:
                 room += _STEP_BYTES
                 self._make_room(file, partial, room)
             target.write(piece)
+            target.flush()
             report_progress()
         target.truncate()
+        if isinstance(file, RemoteFile) and file.digest:
+            digest = digest_of_file(partial)
+            if digest != file.digest:
+                target.truncate(0)
+                raise StoreError(
+                    f"{file.address} is damaged: its checksum is {digest}, but it was written with "
+                    f"{file.digest}; convert it again"
+                )
 
     def _make_room(self, file: CacheEntry, partial: Path, num_bytes: int) -> None:
         """Let a file that is being made grow to so many bytes."""
@@ -269,13 +278,25 @@ class LocalCache:
             ) from None
 
 
+def _pieces(file: CacheEntry, start: int) -> Iterator[bytes]:
+    """Return the bytes of an entry in pieces, those of an object from `start` on."""
+    if isinstance(file, ByteRanges):
+        return read_pieces(file.file, file.ranges, _RANGE_BYTES)
+    stored = file.file if isinstance(file, Unpacked) else file
+    logger.info("fetching %s, %.1f MiB", file.address, stored.num_bytes / 2**20)
+    pieces = read_pieces(stored, [(start, stored.num_bytes)])
+    if isinstance(file, Unpacked):
+        return unpack_pieces(pieces, file.address, stored.num_bytes)
+    return pieces
+
+
 def _is_whole(data: Path, file: CacheEntry) -> bool:
     """Return whether a file is complete and unchanged."""
     try:
         status = data.stat()
     except FileNotFoundError:
         return False
-    has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
+    has_size = file.num_bytes in (None, status.st_size)
     return has_size and status.st_mtime_ns == _UNTOUCHED_NS
 
 

@@ -72,9 +72,14 @@ def written_facts(status: os.stat_result) -> tuple[int, ...]:
 
 
 class OpenFile:
-    """A regular file, open for reading; it closes with the object."""
+    """A regular file, open for reading; it closes with the object.
+
+    Attributes:
+        address: the path that it was opened with.
+    """
 
     def __init__(self, path: str | Path) -> None:
+        self.address = str(path)
         self.descriptor = open_regular(path)
         # stays valid if the cache removes the original path
         self.path = Path(f"/dev/fd/{self.descriptor}")

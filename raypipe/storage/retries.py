@@ -87,9 +87,11 @@ _ADVICE = {
 on_progress: list[Callable[[], None]] = []
 """Callbacks during a download, or a wait for storage or another process: this time is not a transform's."""
 
-_without_retries: ContextVar[bool] = ContextVar("without retries", default=False)
-# The event of the thread's `Threads`.
-_given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
+_NEVER = threading.Event()
+_ALWAYS = threading.Event()
+_ALWAYS.set()
+# Set once this thread waits for no storage: of its `Threads`, or one of those two.
+_given_up: ContextVar[threading.Event] = ContextVar("given up", default=_NEVER)
 
 
 # operation → name of the count → count
@@ -168,11 +170,11 @@ def patience_s() -> float:
 @contextlib.contextmanager
 def without_retries() -> Iterator[None]:
     """Context manager: no retries in this thread, for optional operations and those that are repeated soon."""
-    token = _without_retries.set(True)
+    token = _given_up.set(_ALWAYS)
     try:
         yield
     finally:
-        _without_retries.reset(token)
+        _given_up.reset(token)
 
 
 _lost = threading.Event()  # set while this process waits for no storage
@@ -229,8 +231,7 @@ def retried(
                 break
             except (OSError, pa.ArrowException) as error:
                 is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                is_given_up = _without_retries.get() or _lost.is_set()
-                if is_given_up or not (is_denied or _is_transient(error)):
+                if _is_given_up() or not (is_denied or _is_transient(error)):
                     raise
                 if wait is None:
                     wait = _Wait(operation, address)
@@ -294,8 +295,7 @@ class _Wait:
         while (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _TICK_S))
             self.tick()
-            given_up = _given_up.get()
-            if _lost.is_set() or (given_up and given_up.is_set()):
+            if _is_given_up():
                 raise error
 
     def tick(self) -> None:
@@ -352,6 +352,10 @@ def in_threads(
         return list(map(do, work))
     with Threads(min(num, len(work))) as pool:
         return list(pool.map(do, work))
+
+
+def _is_given_up() -> bool:
+    return _lost.is_set() or _given_up.get().is_set()
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -28,8 +28,8 @@ MakeFileSystem = Callable[[str, str], pyarrow.fs.FileSystem]
 class RetryingFileSystem(pyarrow.fs.PyFileSystem):
     """A remote file system that retries each operation.
 
-    For retries, a stream of `open_output_stream` stays in memory until it is closed; `write` and `upload` need no
-    copy.
+    For retries, a stream of `open_output_stream` stays in memory until it is closed; the
+    handler's `write`, and `upload`, need no copy.
 
     Args:
         scheme, host: scheme and host of its addresses.
@@ -42,29 +42,19 @@ class RetryingFileSystem(pyarrow.fs.PyFileSystem):
     def __init__(self, scheme: str, host: str, make: MakeFileSystem) -> None:
         self._made_by = scheme, host, make
         super().__init__(_Handler(scheme, host, make))
-        self.call("open", host, lambda inner: None)
+        self.handler.call("open", host, lambda inner: None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_by
 
-    def call(
-        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
-    ) -> _T:
-        """Return `do(pyarrow's file system)`; `do` may be called several times."""
-        return self.handler.call(operation, path, do)
-
     def open_input_file(self, path: str) -> RetryingInput:
         return RetryingInput(self.handler, path)
-
-    def write(self, path: str, content: bytes | memoryview) -> None:
-        """Write an object, which appears only when it is complete."""
-        self.handler.write(path, content)
 
 
 def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     """Copy a local file, or a folder with its contents, to a file system."""
     if isinstance(filesystem, RetryingFileSystem):
-        filesystem.call("write", path, lambda inner: upload(local, inner, path))
+        filesystem.handler.call("write", path, lambda inner: upload(local, inner, path))
         return
     # pyarrow's copy_files is not used, since in pyarrow 26 it ignores objects that it cannot write.
     root = Path(local)
@@ -249,6 +239,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def call(
         self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
     ) -> _T:
+        """Return `do(pyarrow's file system)`; `do` may be called several times."""
         # fsspec's paths on web servers are addresses
         address = path if "://" in path else f"{self._scheme}://{path}"
         return retried(operation, address, lambda: do(self.inner()), self._renew)
@@ -280,6 +271,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     open_input_stream = open_input_file
 
     def write(self, path: str, content: bytes | memoryview) -> None:
+        """Write an object, which appears only when it is complete."""
         self.call(
             "write", path, lambda inner: _write(inner, path, pa.BufferReader(content))
         )

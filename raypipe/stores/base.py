@@ -452,20 +452,23 @@ def gathered(
     bounds: np.ndarray,
     schema: pa.Schema,
     columns: tuple[str, ...],
-    read: Callable[[int, np.ndarray], Mapping[str, Any]],
-) -> tuple[list[Any] | None, dict[str, pa.ChunkedArray]]:
-    """Return the images, and the other columns, of samples of several parts, each of which is read once.
+    read: Callable[[int, np.ndarray, tuple[str, ...]], Mapping[str, Any]],
+) -> Columns:
+    """Return samples of several parts, each of which is read once.
 
     Args:
         bounds: see `part_of`.
         schema: the columns of all parts.
         columns: names of those to read.
-        read: number of a part, rows in it, ascending → a list of images; the others as NumPy or Arrow have them.
+        read: number of a part, rows in it, ascending, columns → a list of images; the others as NumPy or Arrow
+            have them.
     """
+    import pyarrow as pa  # importing it takes time
+
     parts: dict[str, list[Any]] = {name: [] for name in columns}
     positions_of = [np.empty(0, np.int64)]
     for number, positions in by_part(indices, bounds):
-        found = read(number, indices[positions] - bounds[number])
+        found = read(number, indices[positions] - bounds[number], columns)
         for name, values in found.items():
             parts[name].append(values)
         positions_of.append(positions)
@@ -478,7 +481,7 @@ def gathered(
         name: _joined(schema.field(name).type, values, order)
         for name, values in parts.items()
     }
-    return images, gathered
+    return Columns(images, pa.table(gathered))
 
 
 def _joined(kind: pa.DataType, parts: list[Any], order: np.ndarray) -> pa.ChunkedArray:

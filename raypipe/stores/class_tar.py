@@ -12,12 +12,11 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.class_folders import (
-    LeftOut,
     TreeSample,
     check_classes,
     find_classes,
 )
-from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
+from raypipe.stores.memory_tree import Link, MemoryTree, Node, Special, TreeFile
 from raypipe.stores.webdataset import (
     MISSING,
     Indexed,
@@ -27,37 +26,42 @@ from raypipe.stores.webdataset import (
     index_samples,
 )
 
+# Kinds of members besides files, and links, whose targets follow.
+_FOLDER = "/"
 _LINK = "-> "
 
 
-def find_files(name: str, tree: MemoryTree) -> Scan | None:
-    """Return the files of a tar of class folders; None if no folder has images or arrays.
+def find_files(
+    name: str, members: Sequence[tuple[str, Node]], tree: MemoryTree
+) -> Scan | None:
+    """Return the members of a tar of class folders; None if no folder has images or arrays.
 
     Args:
         name: name of the tar, for errors.
-        tree: its members; a file's value is its `Place`.
+        members: paths and nodes, in order; `tree` has the same. A file's value is its `Place`.
 
     Returns:
-        `keys` and `places` of all files; and `others`, path → None for a folder, and words for links and special
-        members.
+        `keys`, `places` and `kinds` of all members: words, empty for a file.
     """
     if not any(map(any, find_classes([tree], name).samples)):
         return None
-    files = {}
-    others: dict[str, str | None] = {}
-    for path, node in tree.nodes():
-        if isinstance(node, TreeFile):
-            files[path] = node.value
-        elif isinstance(node, Link):
-            others[path] = _LINK + node.target
-        else:
-            others[path] = node and node.kind
-    return {
-        "keys": as_texts(files),
-        "places": {"": np.array(list(files.values()), np.int64)},
-        "others": others,
-        "left_out": LeftOut(),
-    }
+    places = [
+        node.value if isinstance(node, TreeFile) else MISSING for _, node in members
+    ]
+    return Scan(
+        keys=as_texts(path for path, _ in members),
+        places={"": np.array(places, np.int64)},
+        kinds=as_texts(_kind_of(node) for _, node in members),
+    )
+
+
+def _kind_of(node: Node) -> str:
+    """Return the kind of a member in words, empty for a file."""
+    if isinstance(node, Link):
+        return _LINK + node.target
+    if isinstance(node, Special):
+        return node.kind
+    return "" if node else _FOLDER
 
 
 def index_tars(
@@ -70,7 +74,7 @@ def index_tars(
     Raises:
         StoreError: the tars have both layouts; and see `find_classes` and `check_classes`.
     """
-    of_folders = [scan.get("others") is not None for scan in scans]
+    of_folders = [scan.kinds is not None for scan in scans]
     if not any(of_folders):
         return index_samples(names, scans)
     if not all(of_folders):
@@ -83,36 +87,37 @@ def index_tars(
     layout = find_classes(list(map(_tree_of, scans)), names[0])
     told = check_classes(names[0], target_column, layout)
     views = [
-        {**scan, **_view_of(samples)}
+        _view_of(scan, samples)
         for scan, samples in zip(scans, layout.samples, strict=True)
     ]
     indexed = index_samples(names, views, layout.classes)
     return indexed._replace(left_out=indexed.left_out + layout.left_out, told=told)
 
 
-def _view_of(by_class: Sequence[Sequence[TreeSample]]) -> Scan:
+def _view_of(scan: Scan, by_class: Sequence[Sequence[TreeSample]]) -> Scan:
     """Return the samples of a tar, whose places are the values of its tree."""
     nums = list(map(len, by_class))
     files = list(itertools.chain.from_iterable(by_class))
     places = np.array([place for _, place in files], np.int64)
-    return {
-        "keys": as_texts(path for path, _ in files),
-        "places": {"": places.reshape(-1, 3)},
-        "labels": np.repeat(np.arange(len(nums)), nums).tolist(),
-    }
+    return scan._replace(
+        keys=as_texts(path for path, _ in files),
+        places={"": places.reshape(-1, 3)},
+        labels=np.repeat(np.arange(len(nums)), nums),
+    )
 
 
 def _tree_of(scan: Scan) -> MemoryTree:
-    """Return the tree of the files that `find_files` found."""
+    """Return the tree of the members that `find_files` found."""
     tree = MemoryTree(MISSING)
-    for path, words in scan["others"].items():
-        if words is None:
-            tree.add(path, None)
-        elif words.startswith(_LINK):
-            tree.add(path, Link(words.removeprefix(_LINK)))
-        else:
-            tree.add(path, Special(words))
-    places = scan["places"][""].tolist()
-    for path, place in zip(as_names(scan["keys"]), places, strict=True):
-        tree.add(path, TreeFile(place))
+    places = scan.places[""].tolist()
+    kinds = as_names(scan.kinds)
+    for path, place, kind in zip(as_names(scan.keys), places, kinds, strict=True):
+        node: Node = Special(kind)
+        if not kind:
+            node = TreeFile(place)
+        elif kind == _FOLDER:
+            node = None
+        elif kind.startswith(_LINK):
+            node = Link(kind.removeprefix(_LINK))
+        tree.add(path, node)
     return tree

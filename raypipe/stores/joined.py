@@ -107,7 +107,9 @@ class JoinedStore:
             return stores[0].read(rows, columns)
         schema = self.schema
 
-        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+        def read(
+            number: int, rows: np.ndarray, columns: tuple[str, ...]
+        ) -> dict[str, Any]:
             found = stores[number].read(rows, columns)
             return {
                 name: found.images
@@ -116,8 +118,7 @@ class JoinedStore:
                 for name in columns
             }
 
-        images, found = gathered(rows, self.offsets, schema, columns, read)
-        return Columns(images, pa.table(found))
+        return gathered(rows, self.offsets, schema, columns, read)
 
     def sample_name(self, index: int) -> str:
         """Return the name of a sample's source, its index there, and the store's name for it."""

@@ -179,16 +179,13 @@ class _Shards(Shards[_Shard], TableColumns):
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
-            return self._read(self.shards[number], rows, columns)
-
-        images, found = gathered(indices, self.offsets, self.schema, columns, read)
-        return Columns(images, pa.table(found))
+        return gathered(indices, self.offsets, self.schema, columns, self._read)
 
     def _read(
-        self, shard: _Shard, keys: np.ndarray, columns: Sequence[str]
+        self, number: int, keys: np.ndarray, columns: Sequence[str]
     ) -> dict[str, Any]:
         """Read a file's samples; those that are missing or damaged have no values."""
+        shard = self.shards[number]
         file = shard.open()
         stored = {name: self.fields[name].name for name in columns}
         wanted = set(stored.values())

@@ -128,17 +128,18 @@ class ForeignShards(Shards[_Shard]):
         )
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
-            values: dict[str, Any] = {}
-            if "label" in columns and self._labels is not None:
-                values["label"] = self._labels[rows + self.offsets[number]]
-            by_value = set(columns) - values.keys()
-            if by_value:
-                values |= self._values(self.shards[number], rows, by_value)
-            return values
+        return gathered(indices, self.offsets, self.schema, columns, self._read)
 
-        images, found = gathered(indices, self.offsets, self.schema, columns, read)
-        return Columns(images, pa.table(found))
+    def _read(
+        self, number: int, rows: np.ndarray, columns: Collection[str]
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if "label" in columns and self._labels is not None:
+            values["label"] = self._labels[rows + self.offsets[number]]
+        by_value = set(columns) - values.keys()
+        if by_value:
+            values |= self._values(self.shards[number], rows, by_value)
+        return values
 
     def _values(
         self, shard: _Shard, rows: np.ndarray, columns: Collection[str]
@@ -147,11 +148,13 @@ class ForeignShards(Shards[_Shard]):
         keys = shard.listing.keys.take(pa.array(rows)).to_pylist()
         values: dict[str, Any] = {name: [None] * len(rows) for name in columns}
         file = shard.open()
+        layout = shard.listing.value
+        value = None if layout is None else ValueLayout(*layout)
         with errors_as(StoreError, f"{shard.path} cannot be read"):
             for row, key in enumerate(keys):
                 # a damaged value, or place in the file, is a bad sample
                 with contextlib.suppress(StoreError, ValueError):
-                    sample = self._sample(file, shard.listing.value, key, columns)
+                    sample = self._sample(file, value, key, columns)
                     for name in columns:
                         values[name][row] = sample.get(name)
         for name in columns:

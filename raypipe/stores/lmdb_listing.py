@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
 from raypipe.storage.retries import report_progress
-from raypipe.stores.kept import kept, path_of, table_bytes, table_of
+from raypipe.stores.kept import kept, path_of
 from raypipe.stores.lmdb_file import LMDBFile
 from raypipe.stores.lmdb_labels import (
     labels_of_folders,
@@ -58,7 +58,7 @@ _ABOUT_ALL = pa.array(
     pa.large_binary(),
 )
 _NUMBER = "^[0-9]{1,18}$"
-_VERSION = 7  # the kept listings' form has this version
+_VERSION = 8  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
@@ -97,7 +97,7 @@ class Listing(NamedTuple):
         layout: see above.
         keys: their keys, in the order of samples, of the type large_binary.
         labels: see `raypipe.stores.lmdb_labels`; None if the values have the labels, or there are none.
-        value: places of image and label in the values; None for `image` and `scene-text`.
+        value: a `ValueLayout`, the places of image and label in the values; None for `image` and `scene-text`.
         label_type: "int64", "float64", "string", an array such as "float64[4]", lists of different lengths such as
             "float64[]", "class" of names of classes, or "" without labels.
         fingerprint: hash over keys, lengths of values, order and labels, and the values of 64 samples.
@@ -106,7 +106,7 @@ class Listing(NamedTuple):
     layout: str
     keys: pa.LargeBinaryArray
     labels: pa.Array | None
-    value: ValueLayout | None
+    value: Sequence[Any] | None
     label_type: str
     fingerprint: str
 
@@ -130,23 +130,7 @@ def listing_of(
             status = Path(options.list_file).stat()
             facts += [status.st_size, status.st_mtime_ns]
     path = None if file.num_entries < _SMALL else path_of("lmdb", *facts)
-    return kept(path, _read, lambda: _list(file, where, options), _packed)
-
-
-def _packed(listing: Listing) -> bytes:
-    facts = listing._asdict()
-    columns = {"keys": facts.pop("keys")}
-    if listing.labels is not None:
-        columns["labels"] = facts.pop("labels")
-    return table_bytes(columns, facts)
-
-
-def _read(content: pa.Buffer) -> Listing:
-    columns, facts = table_of(content)
-    if "labels" in columns:
-        columns["labels"] = pa.array(columns["labels"])
-    listing = Listing(**columns, **facts)
-    return listing._replace(value=listing.value and ValueLayout(*listing.value))
+    return kept(path, Listing, lambda: _list(file, where, options))
 
 
 # From the file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from raypipe.stores.class_folders import FILE, FOLDER, Entry, join
@@ -59,17 +59,6 @@ class MemoryTree:
             folder[name] = node
         elif not isinstance(folder.get(name), dict):
             folder[name] = {}
-
-    def nodes(self) -> Iterator[tuple[str, Node]]:
-        """Yield each entry with its path, in which no link is followed."""
-        folders: list[tuple[str, dict[str, Any]]] = [("", self._root)]
-        for folder, children in folders:  # the loop appends to the list
-            for name, child in children.items():
-                path = join(folder, name)
-                is_folder = isinstance(child, dict)
-                if is_folder:
-                    folders.append((path, child))
-                yield path, None if is_folder else child
 
     def find(self, path: str) -> TreeFile | None:
         """Return the file at a path, links followed."""

@@ -171,7 +171,9 @@ class _Groups(TableColumns):
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         num_viewed = 0
 
-        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+        def read(
+            number: int, rows: np.ndarray, columns: tuple[str, ...]
+        ) -> dict[str, Any]:
             nonlocal num_viewed
             group = self._columns(number, columns)
             image = group.pop("image", None)
@@ -190,8 +192,10 @@ class _Groups(TableColumns):
         def path_of(row: int) -> str:
             return self._groups[part_of(self.groups, int(indices[row]))[0]].path
 
-        images, found = gathered(indices, self.groups, self.schema, columns, read)
-        return Columns(images, self.table_of(found, path_of))
+        found = gathered(indices, self.groups, self.schema, columns, read)
+        names = found.table.column_names
+        stored = dict(zip(names, found.table.columns, strict=True))
+        return Columns(found.images, self.table_of(stored, path_of))
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""

@@ -24,19 +24,18 @@ from raypipe.storage.local_file import OpenFile, open_regular
 from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore, hash_of_facts
-from raypipe.stores.class_folders import tell_left_out
+from raypipe.stores.class_folders import LeftOut, tell_left_out
 from raypipe.stores.class_tar import index_tars
 from raypipe.stores.kept import kept, path_of
 from raypipe.stores.kinds import COMPRESSED
 from raypipe.stores.tar_index import (
     SUFFIX,
     VERSION,
-    Archive,
     Indexes,
+    Tar,
     find_in_run,
     keep_in_run,
-    pack,
-    unpack,
+    version_of,
 )
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
@@ -105,33 +104,34 @@ class TarStore(FileStore[TarSamples]):
     def close(self) -> None:
         super().close()
         if self._listing:
-            shared_cache().close([archive.file for archive in self._listing])
+            shared_cache().close(self._listing)
 
     def _open(self) -> TarSamples:
-        archives = self._listing
-        if archives is None:
-            archives = in_threads(_find, list_tars(self.address))
-            if any(not isinstance(archive.file, OpenFile) for archive in archives):
-                self._listing = archives
-        indexed = self._indexed(archives)
+        tars = self._listing
+        if tars is None:
+            tars = in_threads(_find, list_tars(self.address))
+            if any(not isinstance(tar, OpenFile) for tar in tars):
+                self._listing = tars
+        indexed = self._indexed(tars)
         groups = self._options[2]
-        is_whole = [isinstance(archive.file, Unpacked) for archive in archives]
+        is_whole = [isinstance(tar, Unpacked) for tar in tars]
         if groups is None:
             groups = is_remote(self.address) or any(is_whole)
-        opened = TarSamples(archives, indexed, groups)
+        opened = TarSamples(tars, indexed, groups)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(self.address, len(opened), indexed.left_out, *indexed.told)
+            tell_left_out(
+                self.address, len(opened), LeftOut(indexed.left_out), *indexed.told
+            )
             if any(is_whole):
-                tell_compressed(self.address, archives)
+                tell_compressed(self.address, tars)
         return opened
 
-    def _indexed(self, archives: Sequence[Archive]) -> Indexed:
+    def _indexed(self, tars: Sequence[Tar]) -> Indexed:
         """Return the samples of the tars, which the node keeps of remote and large ones."""
         columns = self._options[:2]
-        names = [archive.name for archive in archives]
-        files = [archive.file for archive in archives]
-        facts = [(type(file).__name__, file.written) for file in files]
+        names = [tar.address for tar in tars]
+        facts = [(type(tar).__name__, tar.written) for tar in tars]
         indexes = Indexes(columns)
         in_run = ""
         if self._run_folder and is_remote(self.address):
@@ -140,36 +140,34 @@ class TarStore(FileStore[TarSamples]):
 
         def make() -> Indexed:
             found = find_in_run(in_run) if in_run else None
-            return found or index_tars(
-                names, self._scans(archives, indexes), columns[1]
-            )
+            return found or index_tars(names, self._scans(tars, indexes), columns[1])
 
         path = None
-        num_bytes = sum(archive.num_bytes for archive in archives)
-        are_local = all(isinstance(file, OpenFile) for file in files)
+        num_bytes = _num_bytes(tars)
+        are_local = all(isinstance(tar, OpenFile) for tar in tars)
         if not are_local or num_bytes >= _SMALL_BYTES:
             path = path_of("tars", names, facts, columns, VERSION)
-        indexed = kept(path, unpack, make, pack)
+        indexed = kept(path, Indexed, make)
         if in_run and not self._identity and not all(map(indexes.are_of, names)):
             # this process opened the store first
             keep_in_run(in_run, indexed)
         return indexed
 
-    def _scans(self, archives: Sequence[Archive], indexes: Indexes) -> list[Scan]:
+    def _scans(self, tars: Sequence[Tar], indexes: Indexes) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""
-        missing = [archive for archive in archives if not indexes.are_of(archive.name)]
+        missing = [tar for tar in tars if not indexes.are_of(tar.address)]
         if is_remote(self.address) and any(
-            archive.num_bytes > GROUP_BYTES for archive in missing
+            version_of(tar)[0] > GROUP_BYTES for tar in missing
         ):
             logger.info(
                 "%s: scanning %d tars, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing)),
             )
 
-        def scan(archive: Archive) -> Scan:
-            return indexes.find(archive) or _scan(archive, *self._options[:2])
+        def scan(tar: Tar) -> Scan:
+            return indexes.find(tar) or _scan(tar, *self._options[:2])
 
-        return in_threads(scan, archives, _NUM_FETCHES if missing else NUM_REQUESTS)
+        return in_threads(scan, tars, _NUM_FETCHES if missing else NUM_REQUESTS)
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -180,14 +178,14 @@ class TarStore(FileStore[TarSamples]):
         Raises:
             StoreError: a tar is damaged; ConfigError: an index cannot be written.
         """
-        archives = self._listing or in_threads(_find, list_tars(self.address))
+        tars = self._listing or in_threads(_find, list_tars(self.address))
         indexes = Indexes(self._options[:2])
-        pairs = zip(archives, self._scans(archives, indexes), strict=True)
+        pairs = zip(tars, self._scans(tars, indexes), strict=True)
         written = in_threads(lambda pair: indexes.keep(*pair), pairs)
         folders = sorted({address.rpartition("/")[0] for address in written})
-        num_bytes = sum(archive.num_bytes for archive in archives)
+        num_bytes = _num_bytes(tars)
         return {
-            "tars": len(archives),
+            "tars": len(tars),
             "bytes": num_bytes,
             "samples": len(self),
             "indexes": folders,
@@ -208,57 +206,55 @@ def _is_compressed(name: str) -> bool:
     return name.lower().endswith(COMPRESSED)
 
 
-def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
+def tell_compressed(address: str, tars: Sequence[Tar]) -> None:
     """Say in one line what compressed tars cost."""
-    sizes = [
-        archive.num_bytes for archive in archives if isinstance(archive.file, Unpacked)
-    ]
+    compressed = [tar for tar in tars if isinstance(tar, Unpacked)]
     logger.warning(
         "%s: %d compressed tars of %.1f GB cannot be entered: each is unpacked whole into the node's cache before "
         "its first sample is read, and again once it was evicted. Unpack them to *.tar, or `raypipe convert` them",
-        *(address, len(sizes), sum(sizes) / 1e9),
+        *(address, len(compressed), _num_bytes(compressed) / 1e9),
     )
 
 
-def _find(listed: RemoteFile) -> Archive:
+def _num_bytes(tars: Sequence[Tar]) -> int:
+    return sum(version_of(tar)[0] for tar in tars)
+
+
+def _find(listed: RemoteFile) -> Tar:
     address = listed.address
     is_compressed = _is_compressed(address)
     if is_remote(address):
         remote = listed.checked(look_up(address))
-        return Archive(address, Unpacked(remote) if is_compressed else remote)
+        return Unpacked(remote) if is_compressed else remote
     try:
-        file = OpenFile(Path(address))
+        file = OpenFile(address)
     except OSError as error:
         raise StoreError(
             f"{address} cannot be read as tar: {error}; check the path"
         ) from error
     if not is_compressed:
-        return Archive(address, file)
+        return file
     status = os.fstat(file.descriptor)
-    return Archive(
-        address,
-        Unpacked(
-            RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
-        ),
-    )
+    version = f"{status.st_mtime_ns}-{status.st_ino}"
+    return Unpacked(RemoteFile(address, status.st_size, version))
 
 
-def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:
+def _scan(tar: Tar, image_column: str, target_column: str) -> Scan:
     """Scan a tar; a remote one is fetched whole unless its members are large."""
     columns = image_column, target_column
-    file = archive.file
-    if isinstance(file, RemoteFile):
-        whole = shared_cache().find(file, OpenFile)
-        if whole is None and file.num_bytes > _SMALL_REMOTE_BYTES:
+    file: OpenFile | None = tar if isinstance(tar, OpenFile) else None
+    if isinstance(tar, RemoteFile):
+        file = shared_cache().find(tar, OpenFile)
+        if file is None and tar.num_bytes > _SMALL_REMOTE_BYTES:
             try:
-                with open_object(file.address) as (source, current):
-                    file.check_same(current)
-                    jumps = Jumps(source, file.num_bytes)
-                    return scan_tar(jumps, jumps.read_at, archive.name, *columns)
+                with open_object(tar.address) as (source, current):
+                    tar.check_same(current)
+                    jumps = Jumps(source, tar.num_bytes)
+                    return scan_tar(jumps, jumps.read_at, tar.address, *columns)
             except UnfitError:
-                logger.info("%s has small members", archive.name)
-        file = whole or shared_cache().get(file, OpenFile)
-    elif isinstance(file, Unpacked):
-        file = shared_cache().get(file, OpenFile)
+                logger.info("%s has small members", tar.address)
+    if file is None:
+        assert not isinstance(tar, OpenFile), "it is open"
+        file = shared_cache().get(tar, OpenFile)
     with io.FileIO(file.path, opener=open_regular) as content:
-        return scan_tar(content, file.pread, archive.name, *columns)
+        return scan_tar(content, file.pread, tar.address, *columns)

@@ -1,8 +1,8 @@
 """Indexes of tars: their scans, kept so that each is made once.
 
     CACHE/tars/HASH.arrow                              of a store's remote or large tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-13.index       of one tar, next to it, which `raypipe index` writes
-    RUN/index/HASH-13.index                            of a store's tars, for the other nodes of a run
+    FOLDER/_raypipe_index/NAME.tar.HASH-14.index       of one tar, next to it, which `raypipe index` writes
+    RUN/index/HASH-14.index                            of a store's tars, for the other nodes of a run
 
 The index of a tar names its size and version, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -16,7 +16,6 @@ import logging
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,37 +37,28 @@ from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import hash_of_facts
 from raypipe.stores.class_folders import LeftOut
-from raypipe.stores.kept import UNUSABLE, table_bytes, table_of
+from raypipe.stores.kept import UNUSABLE, packed, unpacked
 from raypipe.stores.webdataset import Indexed, Scan
 
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-VERSION = 13  # the scans' form has this version
+VERSION = 14  # the scans' form has this version
 SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
-_KEYS = "/"  # no suffix has it
 _WRONG = (*UNUSABLE, StoreError, ConfigError, struct.error)
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A tar. A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
+Tar = OpenFile | RemoteFile | Unpacked
+"""A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
 
-    name: str
-    file: OpenFile | RemoteFile | Unpacked
 
-    @property
-    def version(self) -> tuple[int, str]:
-        """Return the tar's size and version, which are different for different contents."""
-        if isinstance(self.file, OpenFile):
-            status = os.fstat(self.file.descriptor)
-            return status.st_size, str(status.st_mtime_ns)
-        return self.file.written
-
-    @property
-    def num_bytes(self) -> int:
-        return self.version[0]
+def version_of(tar: Tar) -> tuple[int, str]:
+    """Return a tar's size and version, which are different for different contents."""
+    if isinstance(tar, OpenFile):
+        status = os.fstat(tar.descriptor)
+        return status.st_size, str(status.st_mtime_ns)
+    return tar.written
 
 
 class Indexes:
@@ -89,13 +79,13 @@ class Indexes:
             self._names[folder] = _names_in(folder)
         return index in self._names[folder]
 
-    def find(self, tar: Archive) -> Scan | None:
+    def find(self, tar: Tar) -> Scan | None:
         """Return the scan of a tar; None if there is no index of it as it is now."""
-        if not self.are_of(tar.name):
+        if not self.are_of(tar.address):
             return None
-        address = self._address_of(tar.name)
+        address = self._address_of(tar.address)
         try:
-            return _scan_of(_read(address), tar)
+            return _checked(unpacked(Scan, _read(address)), tar)
         except _WRONG as error:
             logger.warning(
                 "%s: %s: %.200s; the tar is scanned. `raypipe index` renews the index",
@@ -103,10 +93,10 @@ class Indexes:
             )
             return None
 
-    def keep(self, tar: Archive, scan: Scan) -> str:
+    def keep(self, tar: Tar, scan: Scan) -> str:
         """Write the index of a tar next to it, and return its address."""
-        address = self._address_of(tar.name)
-        _write(address, _content_of(tar, scan))
+        address = self._address_of(tar.address)
+        _write(address, packed(scan._replace(tar=version_of(tar))))
         return address
 
     def _address_of(self, name: str) -> str:
@@ -141,56 +131,34 @@ def _read(address: str) -> pa.Buffer:
 
 
 _Count = Annotated[int, Limits(0, 1 << 62)]
-# Facts of a scan, which are JSON. Samples have `labels`, class folders have `others`.
-_FACTS = {
-    "left_out": dict[str, _Count],
-    "sparse": dict[str, list[list[_Count]]],
-    "labels": list[Any] | None,
-    "others": dict[str, str | None] | None,
-}
 
 
-def _content_of(tar: Archive, scan: Scan) -> bytes:
-    """Return a scan as a table of its samples: their keys, and the places of their members by suffix."""
-    facts = {name: scan.get(name) for name in _FACTS}
-    columns = {_KEYS: scan["keys"], **scan["places"]}
-    return table_bytes(columns, {**facts, "tar": tar.version})
-
-
-def _scan_of(content: pa.Buffer, tar: Archive) -> Scan:
-    """Return the scan of a tar, whose numbers are checked; raise one of `UNUSABLE` for another tar, or damage."""
-    places, facts = table_of(content)
-    if facts["tar"] != list(tar.version):
+def _checked(scan: Scan, tar: Tar) -> Scan:
+    """Return a scan; raise one of `UNUSABLE` unless it is of the tar as it is now, and fits itself."""
+    if scan.tar != list(version_of(tar)):
         raise ValueError("it belongs to another version of the tar")
-    keys = places.pop(_KEYS)
-    _require(keys.type == pa.large_binary() and not keys.null_count, "keys")
-    for each in places.values():
+    for texts in (scan.keys, scan.keys if scan.kinds is None else scan.kinds):
+        _require(texts.type == pa.large_binary() and not texts.null_count, "texts")
+    labels = scan.labels
+    _require(labels is None or isinstance(labels, np.ndarray), "labels")
+    for each in scan.places.values():
         _require(each.dtype == np.int64 and each.shape[1:] == (3,), "places")
-    scan: Scan = {name: check(name, facts[name], kind) for name, kind in _FACTS.items()}
-    scan["left_out"] = LeftOut(scan["left_out"])
-    scan["keys"] = keys
-    scan["places"] = places
+    check("sparse", scan.sparse, dict[str, list[list[_Count]]])
     # Places in a compressed tar are those of its content, whose size is not known yet.
-    num_bytes = 1 << 62 if isinstance(tar.file, Unpacked) else tar.num_bytes
-    _check(scan, num_bytes)
-    return scan
-
-
-def _check(scan: Scan, num_bytes: int) -> None:
-    """Raise ValueError or KeyError unless a scan fits itself, and a tar of this size."""
+    num_bytes = 1 << 62 if isinstance(tar, Unpacked) else version_of(tar)[0]
     stored_ends = [
         int(start) + sum(length for _, length in ranges)
-        for start, ranges in scan["sparse"].items()
+        for start, ranges in scan.sparse.items()
     ]
     _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
-    labels = scan["labels"]
-    _require(labels is None or len(labels) == len(scan["keys"]), "labels")
-    starts, sizes, _ = np.concatenate([scan["places"][""], *scan["places"].values()]).T
+    starts, sizes, _ = np.concatenate([scan.places[""], *scan.places.values()]).T
     # The sizes of sparse members count their holes.
-    are_sparse = np.isin(starts, list(map(int, scan["sparse"])))
+    are_sparse = np.isin(starts, list(map(int, scan.sparse)))
     are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
     are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
     _require(bool(are_right.all()), "places")
+    left_out = check("left_out", scan.left_out, dict[str, _Count])
+    return scan._replace(left_out=LeftOut(left_out))
 
 
 def _require(is_right: bool, field: str) -> None:
@@ -204,7 +172,7 @@ def _require(is_right: bool, field: str) -> None:
 def find_in_run(address: str) -> Indexed | None:
     """Return the samples of a store's tars that another node has indexed for the run; None if none has."""
     try:
-        return unpack(_read(address))
+        return unpacked(Indexed, _read(address))
     except _WRONG:
         return None
 
@@ -215,20 +183,4 @@ def keep_in_run(address: str, indexed: Indexed) -> None:
     if name in _names_in(folder):
         return
     with contextlib.suppress(ConfigError, OSError):  # it only saves time
-        _write(address, pack(indexed))
-
-
-def pack(indexed: Indexed) -> bytes:
-    """Return the samples of a store's tars as a table, for the node."""
-    facts = indexed._asdict()
-    return table_bytes({_KEYS: facts.pop("keys"), **facts.pop("columns")}, facts)
-
-
-def unpack(content: pa.Buffer) -> Indexed:
-    """Return what was packed; raise one of `UNUSABLE` for damage."""
-    columns, facts = table_of(content)
-    indexed = Indexed(keys=columns.pop(_KEYS), columns=columns, **facts)
-    return indexed._replace(
-        classes=indexed.classes and tuple(indexed.classes),
-        left_out=LeftOut(indexed.left_out),
-    )
+        _write(address, packed(indexed))

@@ -26,7 +26,7 @@ from raypipe.stores.base import (
     hash_of_facts,
     part_of,
 )
-from raypipe.stores.tar_index import Archive
+from raypipe.stores.tar_index import Tar
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Indexed, as_names
 
 GROUP_BYTES = 8 << 20
@@ -44,23 +44,23 @@ class TarSamples:
 
     def __init__(
         self,
-        archives: Sequence[Archive],
+        tars: Sequence[Tar],
         indexed: Indexed,
         in_groups: bool,
     ) -> None:
-        self._archives = archives
+        self._tars = tars
         self._sparse = indexed.sparse
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
         self._index = {
             name.encode("utf-8", "backslashreplace").decode(): places
             for name, places in indexed.columns.items()
         }
-        self.classes = indexed.classes
+        self.classes = indexed.classes and tuple(indexed.classes)
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
         self.fingerprint = indexed.fingerprint
-        self.written = hash_of_facts([archive.file.written for archive in archives])
+        self.written = hash_of_facts([tar.written for tar in tars])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
         self._starts = bounds
@@ -80,11 +80,9 @@ class TarSamples:
             if name == "image" or (name != "label" and (places[:, 0] >= 0).all()):
                 sizes += np.clip(places[:, 1], 0, MAX_SAMPLE_BYTES)
         starts = [np.empty(0, np.int64)]
-        for archive, first, last in zip(
-            self._archives, bounds[:-1], bounds[1:], strict=True
-        ):
+        for tar, first, last in zip(self._tars, bounds[:-1], bounds[1:], strict=True):
             before = np.cumsum(sizes[first:last]) - sizes[first:last]
-            if isinstance(archive.file, Unpacked):
+            if isinstance(tar, Unpacked):
                 before[:] = 0
             of_group = before // GROUP_BYTES
             starts.append(first + np.flatnonzero(np.diff(of_group, prepend=-1)))
@@ -95,9 +93,11 @@ class TarSamples:
         numbers = [number for number, _ in by_part(indices, self._bounds) if placed]
         readers = dict(zip(numbers, self._readers(numbers, placed), strict=True))
 
-        def read(number: int, rows: np.ndarray) -> dict[str, Any]:
+        def read(
+            number: int, rows: np.ndarray, columns: tuple[str, ...]
+        ) -> dict[str, Any]:
             shard = int(self._numbers[number])
-            name = self._archives[shard].name
+            name = self._tars[shard].address
             found: dict[str, Any] = {}
             for column in columns:
                 values = self._index[column][rows + self._bounds[number]]
@@ -115,22 +115,21 @@ class TarSamples:
                     found[column] = pa.array(values, self.schema.field(column).type)
             return found
 
-        images, found = gathered(indices, self._bounds, self.schema, columns, read)
-        return Columns(images, pa.table(found))
+        return gathered(indices, self._bounds, self.schema, columns, read)
 
     def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Reader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
         entries = [self._entry_of(number, placed) for number in numbers]
-        readers = list(map(_at_hand, entries))
-        if None not in readers:
-            return [reader for reader in readers if reader]
-        return in_threads(lambda entry: _at_hand(entry) or _fetched(entry), entries)
+        readers = list(map(_reader_of, entries))
+        if None in readers:
+            return in_threads(lambda entry: _reader_of(entry, may_fetch=True), entries)
+        return readers
 
     def _entry_of(
         self, number: int, placed: tuple[str, ...]
     ) -> OpenFile | Unpacked | RemoteFile | ByteRanges:
         """Return the local file that samples are in, or the cache's entry: a part if they are read in groups."""
-        file = self._archives[self._numbers[number]].file
+        file = self._tars[self._numbers[number]]
         if isinstance(file, RemoteFile) and self.groups is not None:
             return self._ranges_of(number, placed)
         return file
@@ -138,7 +137,7 @@ class TarSamples:
     def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
         shard = int(self._numbers[number])
-        file = self._archives[shard].file
+        file = self._tars[shard]
         assert isinstance(file, RemoteFile), "others have no parts"
         first, last = self._bounds[number : number + 2]
         places = np.concatenate([self._index[name][first:last] for name in placed])
@@ -150,7 +149,7 @@ class TarSamples:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
         placed = _placed(columns)
         return all(
-            _at_hand(self._entry_of(number, placed)) is not None
+            _reader_of(self._entry_of(number, placed)) is not None
             for number, _ in by_part(indices, self._bounds)
         )
 
@@ -161,7 +160,7 @@ class TarSamples:
     def sample_name(self, index: int) -> str:
         number, _ = part_of(self._starts, index)
         (key,) = as_names(self._keys[index : index + 1])
-        return f"{self._archives[number].name}, {key}"
+        return f"{self._tars[number].address}, {key}"
 
 
 def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,23 +168,18 @@ def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in columns if name != "label")
 
 
-def _at_hand(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader | None:
-    """Return the open file or part of an entry that is on this node's disk; else None."""
-    cache = shared_cache()
+def _reader_of(
+    entry: OpenFile | Unpacked | RemoteFile | ByteRanges, may_fetch: bool = False
+) -> Any:
+    """Return the `Reader` of an entry that is on this node's disk, or is fetched; else None."""
     if isinstance(entry, OpenFile):
         return entry
+    cache = shared_cache()
+    find = cache.get if may_fetch else cache.find
     if not isinstance(entry, ByteRanges):
-        return cache.find(entry, OpenFile)
-    whole: Reader | None = cache.find(entry.file, OpenFile)
-    return whole or cache.find(entry, lambda path: ByteRangesReader(path, entry))
-
-
-def _fetched(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader:
-    """Return an entry that is in the node's cache from now on."""
-    if isinstance(entry, ByteRanges):
-        return shared_cache().get(entry, lambda path: ByteRangesReader(path, entry))
-    assert not isinstance(entry, OpenFile), "it is at hand"
-    return shared_cache().get(entry, OpenFile)
+        return find(entry, OpenFile)
+    whole = cache.find(entry.file, OpenFile)
+    return whole or find(entry, lambda path: ByteRangesReader(path, entry))
 
 
 def _type_of(name: str, values: np.ndarray) -> pa.DataType:

@@ -131,11 +131,7 @@ def _scan(
                 f"no valid member and no end mark at byte {tar.offset}"
             )
         scan = layout_of(name, members, tree, read, image_column, target_column)
-    return {
-        **scan,
-        "left_out": left_out + scan["left_out"],
-        "sparse": sparse,
-    }
+    return scan._replace(left_out=left_out + scan.left_out, sparse=sparse)
 
 
 def layout_of(
@@ -159,7 +155,7 @@ def layout_of(
         and image_column == "image"
         and target_column in ("label", BY_FOLDER, "")
     ):
-        scan = find_files(name, tree)
+        scan = find_files(name, members, tree)
     if scan is None and not target_column:
         scan = find_samples(*arguments, needs_labels=False)
     if scan is None:

@@ -55,12 +55,27 @@ MISSING: Place = (-1, -1, 0)
 Read = Callable[[int, int], bytes]
 """Function that returns bytes of a tar: their number, offset → bytes, fewer at the end."""
 
-Scan = dict[str, Any]
-"""Return value of `find_samples` or of `class_tar.find_files`: JSON values, and arrays.
 
-    keys      the keys or paths of all samples, see `as_texts`
-    places    suffix → the `Place` of each sample's member, int64 (n, 3); "" is the image
-"""
+class Scan(NamedTuple):
+    """The samples of a tar, or the members of one of class folders.
+
+    Attributes:
+        keys: the samples' keys or paths, see `as_texts`.
+        places: suffix → the `Place` of each sample's member, int64 (n, 3); "" is the image.
+        labels: numbers, (n,) or (n, …); None without labels.
+        kinds: what the members of class folders are, see `raypipe.stores.class_tar`.
+        left_out: how many members are neither, by suffix.
+        sparse: the parts of each sparse member, by its position.
+        tar: size and version of the tar, in an index.
+    """
+
+    keys: pa.LargeBinaryArray
+    places: dict[str, np.ndarray]
+    labels: np.ndarray | None = None
+    kinds: pa.LargeBinaryArray | None = None
+    left_out: LeftOut = LeftOut()
+    sparse: Mapping[str, list[list[int]]] = {}
+    tar: Sequence[int | str] = ()
 
 
 class Indexed(NamedTuple):
@@ -85,7 +100,7 @@ class Indexed(NamedTuple):
     fingerprint: str
     sparse: list[dict[str, list[list[int]]]]
     classes: tuple[str, ...] | None = None
-    told: tuple[str, list[str]] = "", []
+    told: Sequence[Any] = ("", [])
 
 
 class _Sample(NamedTuple):
@@ -137,17 +152,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _labels_of(names: Sequence[str], scans: Sequence[Scan]) -> np.ndarray | None:
-    """Return the labels of all tars: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
-    lacking = [scan["labels"] is None for scan in scans]
-    if all(lacking):
+    """Return the labels of all tars, see `_array_of`."""
+    labels = [scan.labels for scan in scans if scan.labels is not None]
+    if not labels:
         return None
-    if any(lacking):
-        number = lacking.index(True)
-        (first,) = as_names(scans[number]["keys"][:1])
-        raise StoreError(
-            f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
-        )
-    labels = [label for scan in scans for label in scan["labels"]]
+    for name, scan in zip(names, scans, strict=True):
+        if scan.labels is None:
+            (first,) = as_names(scan.keys[:1])
+            raise StoreError(
+                f"{name}: sample {first!r} has no label, but samples of other shards have one"
+            )
+    return _array_of(names[0], [label for each in labels for label in each.tolist()])
+
+
+def _array_of(name: str, labels: Sequence[Any]) -> np.ndarray:
+    """Return labels as an array: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
     try:
         numbers = exactly(labels)
         if numbers.dtype.kind not in "biuf":
@@ -155,7 +174,7 @@ def _labels_of(names: Sequence[str], scans: Sequence[Scan]) -> np.ndarray | None
         return numbers
     except ValueError as error:
         raise StoreError(
-            f"{names[0]}: its labels and those of the other shards do not form an array ({error}). If they are "
+            f"{name}: its labels and those of the other shards do not form an array ({error}). If they are "
             "lists of different lengths, name the field in store.columns, with a length, not in "
             "store.target_column"
         ) from None
@@ -183,11 +202,6 @@ def find_samples(
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
             "label", but wrong and missing labels are allowed.
         needs_labels: whether images need labels or texts to be a WebDataset.
-
-    Returns:
-        labels: the label of each sample; None without labels.
-        keys, places: see `Scan`.
-        left_out: how many members are neither, by suffix.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
@@ -219,12 +233,12 @@ def find_samples(
     if labels is not None:
         for suffix in (_label_suffix(target_column), target_column.lower()):
             unused.pop(f".{suffix}", None)
-    return {
-        "keys": as_texts(sample.key for sample in samples),
-        "labels": labels,
-        "places": places,
-        "left_out": left_out + unused,
-    }
+    return Scan(
+        keys=as_texts(sample.key for sample in samples),
+        places=places,
+        labels=None if labels is None else _array_of(name, labels),
+        left_out=left_out + unused,
+    )
 
 
 def _places(
@@ -366,12 +380,12 @@ def index_samples(
     names: Sequence[str], scans: Sequence[Scan], classes: tuple[str, ...] | None = None
 ) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
-    keys = [scan["keys"] for scan in scans]
+    keys = [scan.keys for scan in scans]
     nums = list(map(len, keys))
     labels = _labels_of(names, scans)
-    left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
+    left_out = sum((scan.left_out for scan in scans), LeftOut())
     columns: dict[str, np.ndarray] = {}
-    every = [scan["places"] for scan in scans]
+    every = [scan.places for scan in scans]
     for suffix in dict.fromkeys(itertools.chain(*every)):
         lacking = [suffix not in places for places in every]
         if any(lacking) and suffix not in TEXT_SUFFIXES:
@@ -389,7 +403,7 @@ def index_samples(
     fingerprint = _fingerprint_of(keys_of_all, columns, classes)
     for name in columns.keys() - {"label"}:
         columns[name] = columns[name][:, :2]
-    sparse = [scan.get("sparse", {}) for scan in scans]
+    sparse = [dict(scan.sparse) for scan in scans]
     return Indexed(columns, keys_of_all, nums, left_out, fingerprint, sparse, classes)
 
 

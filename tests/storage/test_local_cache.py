@@ -15,7 +15,7 @@ from patience import until
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import download, local_cache, retries
+from raypipe.storage import byte_ranges, local_cache, retries
 from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
@@ -32,7 +32,7 @@ def proxy(
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(download, "PART_BYTES", 20_000)
+        monkeypatch.setattr(byte_ranges, "PART_BYTES", 20_000)
         yield made
 
 
@@ -74,10 +74,10 @@ def program(
     code = f"""
 import hashlib, os, sys, time
 from pathlib import Path
-from raypipe.storage import download, local_cache
+from raypipe.storage import byte_ranges, local_cache
 from raypipe.storage.local_cache import LocalCache
 from raypipe.storage.files import RemoteFile
-download.PART_BYTES = 20_000
+byte_ranges.PART_BYTES = 20_000
 path = LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).get(RemoteFile(**{vars(file)!r}), Path)
 print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
 {then}

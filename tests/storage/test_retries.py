@@ -134,7 +134,7 @@ def test_what_would_come_again_is_not_waited_for(
     proxy.requests.clear()
     assert read_whole(f"{bucket}/none") is None and proxy.requests.total() == 1
     with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
-        open_filesystem("s3://no-such")[0].write("no-such/a", b"")
+        open_filesystem("s3://no-such")[0].handler.write("no-such/a", b"")
     assert proxy.requests.total() == 2
     assert not exists(f"{bucket}/none")
 
@@ -258,7 +258,7 @@ def test_a_process_counts_what_it_asks_of_storage(
     read_whole(f"{bucket}/a")
     write_bytes(f"{bucket}/b", b"12345")
     with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
-        open_filesystem("s3://no-such")[0].write("no-such/a", b"")
+        open_filesystem("s3://no-such")[0].handler.write("no-such/a", b"")
     counts = take_counts()
     assert counts["open"]["retries"] == 1 and counts["open"]["seconds"] > 0.5
     assert counts["read"]["bytes"] == 7 and counts["read"]["requests"] == 1

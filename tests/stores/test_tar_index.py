@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from pictures import picture, samples, write_tar
 
 from raypipe.errors import StoreError
 from raypipe.stores import tar as tar_module
-from raypipe.stores.kept import table_bytes, table_of
 from raypipe.stores.tar import TarStore
 
 WRONG: list[Any] = [
@@ -45,6 +45,17 @@ def with_first(values: pa.Array, first: Any) -> pa.Array:
         return pa.array(["x"] * len(values))
 
 
+def with_columns(columns: list[pa.Array], about: list[Any]) -> bytes:
+    """An index, before its compression."""
+    metadata = {b"raypipe": json.dumps(about)}
+    names = list(map(str, range(len(columns))))
+    batch = pa.record_batch(columns, names, metadata=metadata)
+    target = pa.BufferOutputStream()
+    with pa.ipc.new_stream(target, batch.schema) as stream:
+        stream.write_batch(batch)
+    return bytes(target.getvalue())
+
+
 @pytest.mark.parametrize("layout", ["class folders", "WebDataset"])
 def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,18 +69,20 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
     TarStore(path).write_index()
     (index,) = (tmp_path / "_raypipe_index").iterdir()
     content = pa.py_buffer(gzip.decompress(index.read_bytes()))
-    read, facts = table_of(content)
-    columns = dict(
-        zip(read, pa.ipc.open_stream(content).read_next_batch(), strict=True)
-    )
-    mutants = [(columns, facts | {name: wrong}) for name in facts for wrong in WRONG]
-    firsts = [None, b"x", [-1, 7, 0], [-2, 3, 0], [1 << 40, 3, 0], [0, 1 << 40, 0]]
-    mutants += [
-        (columns | {name: with_first(columns[name], first)}, facts)
-        for name in columns
-        for first in firsts
+    batch = pa.ipc.open_stream(content).read_next_batch()
+    places, facts = json.loads(batch.schema.metadata[b"raypipe"])
+    mutants = [
+        with_columns(batch.columns, [places, facts | {name: wrong}])
+        for name in facts
+        for wrong in WRONG
     ]
-    indexes = [gzip.compress(table_bytes(*mutant), 1) for mutant in mutants]
+    firsts = [None, b"x", [-1, 7, 0], [-2, 3, 0], [1 << 40, 3, 0], [0, 1 << 40, 0]]
+    for number, column in enumerate(batch.columns):
+        for first in firsts:
+            columns = list(batch.columns)
+            columns[number] = with_first(column, first)
+            mutants.append(with_columns(columns, [places, facts]))
+    indexes = [gzip.compress(mutant, 1) for mutant in mutants]
     indexes += [b"", b"junk", indexes[0][:50], b"\x1f\x8b" + bytes(50)]
     whole = path.read_bytes()
     num_scanned = 0

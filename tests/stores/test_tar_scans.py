@@ -12,7 +12,7 @@ from tars import write_members
 
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
-from raypipe.stores.tar_index import Archive
+from raypipe.stores.tar_index import Tar
 from raypipe.stores.webdataset import Scan
 
 
@@ -30,9 +30,9 @@ def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     scan = tar_module._scan
 
-    def counted(archive: Archive, *options: str) -> Scan:
-        names.append(Path(archive.name).name)
-        return scan(archive, *options)
+    def counted(tar: Tar, *options: str) -> Scan:
+        names.append(Path(tar.address).name)
+        return scan(tar, *options)
 
     monkeypatch.setattr(tar_module, "_scan", counted)
     return names

@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 from raypipe.errors import StoreError
 from raypipe.stores.arrow_values import (
     array_of,
+    as_classes,
     is_bytes,
+    is_integer,
     is_list,
     is_number,
 )
 from raypipe.stores.base import NAME, stored_names
-from raypipe.stores.numbers import MAX_LABEL
 
 
 class TableColumns:
@@ -68,16 +69,14 @@ class TableColumns:
         self.fields = _columns_of(first_path, first, image_column, target_column)
         self.leaves: dict[str, str] = {}
         for name, field in list(self.fields.items()):
-            if name == "image" and pa.types.is_struct(field.type):
+            is_file = _is_file(field.type)
+            is_image = name == "image" and pa.types.is_struct(field.type)
+            if is_file or is_image:
                 self.leaves[name] = "bytes"
-                if _is_file(field.type) and NAME not in first.names:
-                    self.leaves[NAME] = "path"
-                    self.fields[NAME] = field
-            elif _is_file(field.type):
-                self.leaves[name] = "bytes"
-                if f"{name}.path" not in first.names:
-                    self.leaves[f"{name}.path"] = "path"
-                    self.fields[f"{name}.path"] = field
+            path = NAME if name == "image" else f"{name}.path"
+            if is_file and path not in first.names:
+                self.leaves[path] = "path"
+                self.fields[path] = field
         self.schema = pa.schema(
             [
                 (name, self._type_of(name, field.type))
@@ -89,7 +88,7 @@ class TableColumns:
     def _type_of(self, name: str, kind: pa.DataType) -> pa.DataType:
         if name in self.leaves:
             kind = kind.field(self.leaves[name]).type
-        if name == "label" and pa.types.is_integer(kind):
+        if name == "label" and is_integer(kind):
             return pa.int64()
         if pa.types.is_string_view(kind):  # few functions of pyarrow take views
             return pa.large_string()
@@ -127,10 +126,8 @@ class TableColumns:
                     f"without such rows (table.filter(pyarrow.compute.is_valid(table[{label!r}]))), or set "
                     "target_column to '' if no labels are needed"
                 )
-            if labels.type == pa.uint64():
-                fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
-                labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
-            columns["label"] = labels
+            if is_integer(labels.type):
+                columns["label"] = as_classes(labels)
         fields = [self.schema.field(name) for name in columns]
         arrays = [
             column if column.type == field.type else column.cast(field.type)

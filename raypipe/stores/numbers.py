@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import sys
 from typing import Any, NamedTuple
@@ -56,6 +57,30 @@ def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
             f"the number {array[changed].flat[0]}, and {cast.dtype} cannot hold it"
         )
     return cast
+
+
+def stored_numbers(value: Any, raw: str = "") -> np.ndarray:
+    """Return numbers that are stored as such, as JSON, as a .npy, or as the little-endian bytes of `raw` ones.
+
+    Raises:
+        InexactError: their array would hold others.
+        ValueError, TypeError, OverflowError, RecursionError, SampleError: they are none.
+    """
+    if is_npy(value):
+        value = read_npy(value)
+    elif isinstance(value, bytes) and raw:
+        value = np.frombuffer(value, np.dtype(raw).newbyteorder("<"))
+    elif isinstance(value, str | bytes):
+        value = json.loads(value)
+    numbers = exactly(value)
+    if numbers.dtype.kind not in "biuf":
+        raise TypeError(f"they are {numbers.dtype}")
+    return numbers
+
+
+def is_npy(value: Any) -> bool:
+    """True if a value begins like a .npy."""
+    return isinstance(value, bytes) and value.startswith(NPY)
 
 
 def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.kernel import Program, Step, native_step
+from raypipe.transform.pipelines import has_user_code, package_of
 
 RANDOM_STATE = re.compile(
     r"(_configured_|_concurrent_)?(random_generator|py_random)|_thread_rng_streams|_manual_random_state|"
@@ -113,25 +114,15 @@ def described(pipeline: Any) -> dict[str, Any] | None:
 
     None: it has steps of the user's, or the library's own description leaves some of their arguments out.
     """
-    library = sys.modules.get("albumentations")
-    if library is None or not _is_library(pipeline):
+    if package_of(pipeline) != "albumentations" or has_user_code(pipeline):
         return None
+    library = sys.modules["albumentations"]
     try:
         description = json.loads(json.dumps(library.to_dict(pipeline)))
         is_whole = _state(library.from_dict(description)) == _state(pipeline)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
     return description if is_whole else None
-
-
-def _is_library(step: Any) -> bool:
-    if not type(step).__module__.startswith("albumentations."):
-        return False
-    # a step may have a list of functions of this name
-    steps = [
-        each for each in getattr(step, "transforms", ()) if hasattr(each, "to_dict")
-    ]
-    return all(map(_is_library, steps))
 
 
 def _state(pipeline: Any) -> Any:

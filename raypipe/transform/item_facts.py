@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.importing import loaded_module
-from raypipe.transform.reach import is_generator, is_own_code
+from raypipe.importing import is_own_code, loaded_module
+from raypipe.transform.reach import is_generator
 
 _DIGEST_BYTES = 16
 # Parts as large as this are named, since each actor holds them.

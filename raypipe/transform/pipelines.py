@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from raypipe.errors import ConfigError
+from raypipe.importing import is_of
 from raypipe.kernel import Program
 
 TransformKind = Literal[
@@ -124,7 +125,7 @@ def has_user_code(pipeline: Any) -> bool:
 def is_composition(step: Any) -> bool:
     """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
     if package_of(step) == "albumentations":
-        return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
+        return is_of(step, "albumentations", "BaseCompose")
     return package_of(step) != "" and hasattr(step, "transforms")
 
 

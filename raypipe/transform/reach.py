@@ -14,23 +14,19 @@ import contextlib
 import functools
 import random
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raypipe.importing import is_of, is_own_code
 from raypipe.transform.albumentations import RANDOM_STATE
 from raypipe.transform.keys import Key, KeyedGenerator
 
 # a policy has some hundred; data that a transform holds can be endless
 _MAX_OBJECTS = 5_000
 _MAX_ITEMS = 256
-_OURS = str(Path(__file__).parents[1])
-_LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
-_INSTALLED = {"site-packages", "dist-packages"}
 _LEAVES = (
     str,
     bytes,
@@ -123,14 +119,6 @@ def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-@functools.lru_cache(maxsize=1024)
-def is_own_code(file: str) -> bool:
-    """True for a file of the user's, which no library has installed."""
-    if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
-        return False
-    return bool(file) and not _INSTALLED & set(Path(file).parts)
-
-
 Put = Callable[[], object]
 
 
@@ -209,12 +197,9 @@ def _state_of(generator: Any) -> Put:
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-        return functools.partial(generator.set_state, state)
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
-    if _is_of(generator, "torch", "Generator"):
+    if is_generator(generator):
         return functools.partial(generator.set_state, generator.get_state())
     kept = {
         name: value
@@ -238,19 +223,12 @@ def _seed(generator: Any, words: list[int]) -> None:
         generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]) >> 1)
 
 
-def _is_of(value: Any, package: str, *names: str) -> bool:
-    return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] == package
-        for kind in type(value).__mro__
-    )
-
-
 def is_generator(value: Any) -> bool:
     """Return whether a value is a random generator, of the process or another."""
     is_plain = isinstance(
         value, np.random.Generator | np.random.RandomState | random.Random
     )
-    return is_plain or _is_of(value, "torch", "Generator")
+    return is_plain or is_of(value, "torch", "Generator")
 
 
 def _is_random(value: Any) -> bool:
@@ -258,5 +236,5 @@ def _is_random(value: Any) -> bool:
         of_numpy: Any = np.random.mtrand
         of_torch = getattr(sys.modules.get("torch"), "default_generator", None)
         return value is not of_numpy._rand and value is not of_torch
-    is_pipeline = _is_of(value, "albumentations", "BaseCompose", "BasicTransform")
+    is_pipeline = is_of(value, "albumentations", "BaseCompose", "BasicTransform")
     return is_pipeline and hasattr(value, "random_generator")

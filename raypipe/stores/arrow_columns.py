@@ -211,36 +211,28 @@ def chunked_taker(
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes images of an array of bytes, as views; None for nulls."""
+    places: np.ndarray | None = None
     if pa.types.is_dictionary(images.type):
         # decoded, it might take far more memory than the file
-        return _dictionary_taker(images)
+        places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
+        images = images.dictionary
     images = images.cast(pa.large_binary())  # of bytes with offsets, none are copied
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     # An array without rows may have no buffers.
     offsets = np.frombuffer(offset_buffer or bytes(8), np.int64)[images.offset :]
-    is_null = np.asarray(images.is_null()) if images.null_count else None
+    is_null: np.ndarray | None = None
+    if places is not None or images.null_count:
+        is_null = np.append(np.asarray(images.is_null()), True)  # behind: place -1
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
+        if places is not None:
+            rows = places[rows]
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
         views: list[memoryview | None] = [content[start:end] for start, end in bounds]
         if is_null is not None:
             for position in np.flatnonzero(is_null[rows]).tolist():
                 views[position] = None
         return views
-
-    return take
-
-
-def _dictionary_taker(
-    images: pa.DictionaryArray,
-) -> Callable[[np.ndarray], list[memoryview | None]]:
-    places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
-    take_value = image_taker(images.dictionary)
-
-    def take(rows: np.ndarray) -> list[memoryview | None]:
-        of_rows = places[rows]
-        values = iter(take_value(of_rows[of_rows >= 0]))
-        return [next(values) if place >= 0 else None for place in of_rows.tolist()]
 
     return take

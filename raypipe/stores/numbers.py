@@ -90,11 +90,10 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
             return np.isfinite(array) & ~np.isfinite(cast)
         # casting floats to integers is never exact enough
         return np.ones(array.shape, bool)
-    if cast.dtype.kind != "f" or array.dtype.kind == "b":
+    if cast.dtype.kind != "f":
         return np.asarray(cast != array)
-    wide = cast.astype(np.float64)
-    fits = wide < 2.0 ** (8 * array.dtype.itemsize - (array.dtype.kind == "i"))
-    return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
+    # Python compares integers with floats exactly.
+    return np.asarray(cast.astype(object) != array.astype(object))
 
 
 class NpyHeader(NamedTuple):
@@ -155,10 +154,7 @@ def npy_header(data: bytes) -> NpyHeader:
 def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
     """Return the array of a .npy, writable, C-contiguous, in native byte order; raises like `npy_header`."""
     shape, fortran, dtype, begin = header or npy_header(data)
-    if begin < len(data):
-        values = np.frombuffer(data, dtype, offset=begin)
-    else:
-        values = np.empty(0, dtype)
+    values = np.frombuffer(data, dtype, offset=begin)
     try:
         values = values.reshape(shape, order="F" if fortran else "C")
     except ValueError as error:

@@ -15,7 +15,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.nested import column_in
+from raypipe.stores.nested import path_in
 from raypipe.stores.numbers import InexactError, exactly, is_npy
 from raypipe.transform.columns import (
     CLASS,
@@ -149,7 +149,7 @@ def _paths_in(
         names[LABEL] = None
     paths: dict[str, tuple[str, ...]] = {}
     for name in names:
-        path = _path_of(store, name)
+        path = path_in(store.schema.names, name)
         if path is not None:
             paths[name] = path
         elif function is None and name != LABEL:
@@ -279,15 +279,6 @@ def _samples(
             f"none of the {len(indices)} samples that tell types has columns; {problem}"
         )
     return samples
-
-
-def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
-    """A column, or a field within the values of one, `json.caption`; None = there is none."""
-    column = column_in(store.schema.names, name)
-    if column is None:
-        return None
-    fields = name[len(column) + 1 :]
-    return (column, *fields.split(".")) if fields else (column,)
 
 
 def type_by_values(

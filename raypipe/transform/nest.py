@@ -141,27 +141,19 @@ class _Pickler(pickle.Pickler):
             self.classes.append(value)
             return "class", len(self.classes) - 1, value.__qualname__, (), None
         if type(value) is np.ndarray and value.dtype.kind in _KINDS:
-            start = _append(self.arrays, _bytes_of(value))
+            start = _append(self.arrays, bytes_of(value))
             return "array", start, value.dtype.str, value.shape, None
         torch = self._torch
         if torch is None or not isinstance(value, torch.Tensor):
             return None
         if value.layout is not torch.strided:
             return None
-        if value.device.type != "cpu":
-            raise ConfigError(
-                f"the batch has a tensor on {value.device}, and actors have no such device: make it on the CPU, "
-                "from where raypipe moves it to the device of the rank"
-            )
+        start = _append(self.tensors, bytes_of_tensor(value))
         kind = type(value)
         # what a subclass has besides its values, such as the format of boxes
         more = None if kind is torch.Tensor else (kind, vars(value))
-        values = value.detach().as_subclass(torch.Tensor).contiguous()
         dtype = str(value.dtype).removeprefix("torch.")
-        # numpy lacks some of torch's types
-        as_bytes = values.reshape(-1).view(torch.uint8).numpy()
-        start = _append(self.tensors, as_bytes)
-        return "tensor", start, dtype, tuple(values.shape), more
+        return "tensor", start, dtype, tuple(value.shape), more
 
     def reducer_override(self, value: Any) -> Any:
         self.has_objects = True
@@ -215,8 +207,26 @@ def _pickled(nest: Any) -> _Pickler:
     return pickler
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the values of an array, uint8 (n,)."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values of a tensor, which may have a type that numpy lacks, uint8 (n,).
+
+    Raises:
+        ConfigError: it is not on the CPU.
+    """
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"a tensor on {tensor.device}, and actors have no such device: make it on the CPU, from where raypipe "
+            "moves batches to the device of the rank"
+        )
+    values = tensor.detach().as_subclass(torch.Tensor).contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy()
 
 
 def _append(parts: list[np.ndarray], values: np.ndarray) -> int:

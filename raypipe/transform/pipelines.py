@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,6 +18,11 @@ TransformKind = Literal[
 """Kind of a transform; "pil" is an old one of torchvision, "torchvision" one of v2, or a module of torch."""
 
 
+RANDOM_STATE = re.compile(
+    r"(_configured_|_concurrent_)?(random_generator|py_random)|_thread_rng_streams|_manual_random_state|"
+    r"_rng_(context|initialized|epoch|process_id|source_thread_id)"
+)
+"""Names of attributes by which a pipeline of Albumentations and its steps draw."""
 _KINDS: dict[str, TransformKind] = {
     "albumentations.": "albumentations",
     "torchvision.transforms.v2.": "torchvision",
@@ -53,6 +60,12 @@ def steps_of(pipeline: Any) -> Sequence[Any] | None:
     if package == "torch" and kind.__name__ == "Sequential":
         return list(pipeline)
     return None
+
+
+def is_compose(pipeline: Any) -> bool:
+    """True for a Compose of Albumentations', and none of a subclass."""
+    kind = getattr(sys.modules.get("albumentations"), "Compose", None)
+    return type(pipeline) is kind
 
 
 def has_hooks(step: Any) -> bool:

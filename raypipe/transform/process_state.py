@@ -44,13 +44,13 @@ def seed_for_item(k0: int, k1: int) -> None:
 def seed_cheaply(k0: int) -> None:
     """Seed the generators of OpenCV and torch; takes 2 µs."""
     seed_opencv(k0)
-    of_torch = _of_torch()
+    of_torch = torchs_generator()
     if of_torch is not None:
         # not torch.manual_seed, which goes to the GPUs as well
         of_torch.manual_seed(k0)
 
 
-def _of_torch() -> Any:
+def torchs_generator() -> Any:
     """Return torch's generator; None while torch is not imported as a whole."""
     return getattr(sys.modules.get("torch"), "default_generator", None)
 
@@ -122,7 +122,7 @@ def _opencv_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
     with _drawing:
-        of_torch = _of_torch()
+        of_torch = torchs_generator()
         of_python = random.getstate()
         of_numpy = np.random.get_state(legacy=False)
         state = None if of_torch is None else of_torch.get_state()
@@ -133,5 +133,5 @@ def _generators_kept() -> Iterator[None]:
             np.random.set_state(of_numpy)
             if of_torch is not None:
                 of_torch.set_state(state)
-            elif (imported := _of_torch()) is not None:
+            elif (imported := torchs_generator()) is not None:
                 imported.manual_seed(_SEED_OF_TORCH)

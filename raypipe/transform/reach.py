@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from raypipe.importing import is_of, is_own_code
-from raypipe.transform.albumentations import RANDOM_STATE
 from raypipe.transform.keys import Key, KeyedGenerator
+from raypipe.transform.pipelines import RANDOM_STATE
+from raypipe.transform.process_state import torchs_generator
+from raypipe.transform.user_code import contents
 
 # a policy has some hundred; data that a transform holds can be endless
 _MAX_OBJECTS = 5_000
@@ -75,7 +77,7 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
                 if not RANDOM_STATE.fullmatch(name)
             )
             own_classes = (
-                kind for kind in type(value).__mro__ if is_own_code(_file_of(kind))
+                kind for kind in type(value).__mro__ if is_own_code(file_of(kind))
             )
             yield from (
                 attribute
@@ -89,9 +91,7 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents
+    yield from contents(function)
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
@@ -115,7 +115,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
+    """The file that defines a class; empty: it is not known."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
@@ -234,7 +235,6 @@ def is_generator(value: Any) -> bool:
 def _is_random(value: Any) -> bool:
     if is_generator(value):
         of_numpy: Any = np.random.mtrand
-        of_torch = getattr(sys.modules.get("torch"), "default_generator", None)
-        return value is not of_numpy._rand and value is not of_torch
+        return value is not of_numpy._rand and value is not torchs_generator()
     is_pipeline = is_of(value, "albumentations", "BaseCompose", "BasicTransform")
     return is_pipeline and hasattr(value, "random_generator")

@@ -31,6 +31,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.numbers import exactly, stored_numbers
 from raypipe.transform.decode.image_header import damage_in, image_kind, png_of_pixels
 from raypipe.transform.fields import Field
+from raypipe.transform.pipelines import is_compose
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -368,8 +369,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
     """
     if transform is None:
         return None
-    library = sys.modules.get("albumentations")
-    if library is None or type(transform) is not library.Compose:
+    if not is_compose(transform):
         package = type(transform).__module__.partition(".")[0]
         kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
@@ -377,6 +377,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             "Compose or a pipeline of torchvision.transforms.v2, and the transform is a "
             f"{kind}: write it as one of these, name a preset, or leave it out"
         )
+    library = sys.modules["albumentations"]
     processor = transform.processors.get("bboxes")
     params = None
     boxes = "boxes" in targets

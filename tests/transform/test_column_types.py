@@ -75,7 +75,7 @@ def type_in(*stores: Store, options: Any = None) -> ColumnType:
 
 @pytest.mark.parametrize("values", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("make", [of_parquet, in_memory], ids=["parquet", "memory"])
-def test_samples_of_nothing_at_the_start_do_not_change_the_type_of_a_schema(
+def test_samples_of_nothing_do_not_change_the_type_of_a_schema(
     make: Make, values: list[Any], tmp_path: Path
 ) -> None:
     is_of_values = isinstance(values[0][0], list)  # which may have one length

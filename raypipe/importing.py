@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ from raypipe.packages import how_to_get
 logger = logging.getLogger(__name__)
 
 _OURS = str(Path(raypipe.__file__).parent) + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_STANDARD = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 # Libraries of transforms: an error in one of these is reported at its caller.
 _LIBRARIES = {
@@ -83,6 +83,12 @@ def loaded_module(name: str) -> Any:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else module
+
+
+def is_of(value: Any, module: str, *names: str) -> bool:
+    """True for an object of one of a module's classes; a process without the module has none."""
+    kinds = (getattr(sys.modules.get(module), name, None) for name in names)
+    return any(kind is not None and isinstance(value, kind) for kind in kinds)
 
 
 def import_name(address: str, setting: str, *, trusted: bool) -> Any:
@@ -243,15 +249,18 @@ def raised_at(error: BaseException) -> str:
 def _distance(frame: traceback.FrameSummary) -> int:
     """Return how far a frame is from the user's own code, 0: other packages 1, libraries 2, raypipe 3."""
     name = frame.filename
-    parts = Path(name).parts
     if name.startswith(_OURS):
         return 3
-    package = next(
-        (inner for outer, inner in pairwise(parts) if outer in _INSTALLED),
-        None,
-    )
-    if package is None:
-        if name.startswith((_STANDARD, "<frozen ")) or name.endswith(".pyx"):
-            return 2
+    if is_own_code(name) and not name.endswith(".pyx"):
         return 0
-    return 2 if package in _LIBRARIES else 1
+    steps = pairwise(Path(name).parts)
+    package = next((inner for outer, inner in steps if outer in _INSTALLED), None)
+    return 1 if package and package not in _LIBRARIES else 2
+
+
+@lru_cache(maxsize=1024)
+def is_own_code(file: str) -> bool:
+    """True for a file of the user's, which no library has installed."""
+    if file.startswith((*_STANDARD, _OURS, "<frozen")):
+        return False
+    return bool(file) and not {*_INSTALLED} & set(Path(file).parts)

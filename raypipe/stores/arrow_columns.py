@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 from raypipe.errors import StoreError
 from raypipe.stores.arrow_values import (
     array_of,
+    as_classes,
     is_bytes,
+    is_integer,
     is_list,
     is_number,
 )
 from raypipe.stores.base import NAME, stored_names
-from raypipe.stores.numbers import MAX_LABEL
 
 
 class TableColumns:
@@ -68,16 +69,14 @@ class TableColumns:
         self.fields = _columns_of(first_path, first, image_column, target_column)
         self.leaves: dict[str, str] = {}
         for name, field in list(self.fields.items()):
-            if name == "image" and pa.types.is_struct(field.type):
+            is_file = _is_file(field.type)
+            is_image = name == "image" and pa.types.is_struct(field.type)
+            if is_file or is_image:
                 self.leaves[name] = "bytes"
-                if _is_file(field.type) and NAME not in first.names:
-                    self.leaves[NAME] = "path"
-                    self.fields[NAME] = field
-            elif _is_file(field.type):
-                self.leaves[name] = "bytes"
-                if f"{name}.path" not in first.names:
-                    self.leaves[f"{name}.path"] = "path"
-                    self.fields[f"{name}.path"] = field
+            path = NAME if name == "image" else f"{name}.path"
+            if is_file and path not in first.names:
+                self.leaves[path] = "path"
+                self.fields[path] = field
         self.schema = pa.schema(
             [
                 (name, self._type_of(name, field.type))
@@ -89,7 +88,7 @@ class TableColumns:
     def _type_of(self, name: str, kind: pa.DataType) -> pa.DataType:
         if name in self.leaves:
             kind = kind.field(self.leaves[name]).type
-        if name == "label" and pa.types.is_integer(kind):
+        if name == "label" and is_integer(kind):
             return pa.int64()
         if pa.types.is_string_view(kind):  # few functions of pyarrow take views
             return pa.large_string()
@@ -127,10 +126,8 @@ class TableColumns:
                     f"without such rows (table.filter(pyarrow.compute.is_valid(table[{label!r}]))), or set "
                     "target_column to '' if no labels are needed"
                 )
-            if labels.type == pa.uint64():
-                fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
-                labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
-            columns["label"] = labels
+            if is_integer(labels.type):
+                columns["label"] = as_classes(labels)
         fields = [self.schema.field(name) for name in columns]
         arrays = [
             column if column.type == field.type else column.cast(field.type)
@@ -214,36 +211,28 @@ def chunked_taker(
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes images of an array of bytes, as views; None for nulls."""
+    places: np.ndarray | None = None
     if pa.types.is_dictionary(images.type):
         # decoded, it might take far more memory than the file
-        return _dictionary_taker(images)
+        places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
+        images = images.dictionary
     images = images.cast(pa.large_binary())  # of bytes with offsets, none are copied
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     # An array without rows may have no buffers.
     offsets = np.frombuffer(offset_buffer or bytes(8), np.int64)[images.offset :]
-    is_null = np.asarray(images.is_null()) if images.null_count else None
+    is_null: np.ndarray | None = None
+    if places is not None or images.null_count:
+        is_null = np.append(np.asarray(images.is_null()), True)  # behind: place -1
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
+        if places is not None:
+            rows = places[rows]
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
         views: list[memoryview | None] = [content[start:end] for start, end in bounds]
         if is_null is not None:
             for position in np.flatnonzero(is_null[rows]).tolist():
                 views[position] = None
         return views
-
-    return take
-
-
-def _dictionary_taker(
-    images: pa.DictionaryArray,
-) -> Callable[[np.ndarray], list[memoryview | None]]:
-    places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
-    take_value = image_taker(images.dictionary)
-
-    def take(rows: np.ndarray) -> list[memoryview | None]:
-        of_rows = places[rows]
-        values = iter(take_value(of_rows[of_rows >= 0]))
-        return [next(values) if place >= 0 else None for place in of_rows.tolist()]
 
     return take

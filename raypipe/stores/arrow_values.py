@@ -13,9 +13,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from raypipe.stores.numbers import MAX_SAMPLE_BYTES
+from raypipe.stores.numbers import MAX_LABEL, MAX_SAMPLE_BYTES
 
+_LISTS = (
+    pa.ListType
+    | pa.LargeListType
+    | pa.FixedSizeListType
+    | pa.ListViewType
+    | pa.LargeListViewType
+)
+_TEXTS = ("string", "large_string", "string_view")
+_BYTES = ("binary", "large_binary", "binary_view")
 _LIST_SCALARS = (
     pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
 )
@@ -37,36 +47,22 @@ def is_number(kind: pa.DataType) -> bool:
 
 def is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists, in any of Arrow's physical types."""
-    return (
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
+    return isinstance(kind, _LISTS)
 
 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether values are text, in any of Arrow's physical types."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-    )
+    return str(_decoded(kind)) in _TEXTS
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Return whether values are bytes, in any of Arrow's physical types."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return (
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
+    kind = _decoded(kind)
+    return str(kind) in _BYTES or pa.types.is_fixed_size_binary(kind)
+
+
+def _decoded(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
@@ -140,17 +136,20 @@ def _python_values(column: pa.ChunkedArray) -> list[Any]:
 def numbers_in(values: pa.Array) -> np.ndarray:
     """Return numbers without nulls, (n, …), of `array_type`, as a view if Arrow has them so."""
     _, shape = array_of(values.type) or (None, ())
-    flat = _flat(values)
-    if flat is None:
+    flat = values
+    while not flat.null_count and pa.types.is_fixed_size_list(flat.type):
+        flat = flat.flatten()
+    if flat.null_count:
         raise ValueError("a number is missing")
     return flat.to_numpy(zero_copy_only=False).reshape(len(values), *shape)
 
 
-def _flat(values: pa.Array) -> pa.Array | None:
-    """Return the numbers in an array of numbers, or of lists of numbers; None if one is null."""
-    while not values.null_count and pa.types.is_fixed_size_list(values.type):
-        values = values.flatten()
-    return None if values.null_count else values
+def as_classes(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return integer labels as int64, null where int64 cannot hold one."""
+    if labels.type == pa.uint64():
+        fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
+        labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
+    return labels.cast(pa.int64())
 
 
 def _with_none(column: pa.ChunkedArray) -> list[Any]:

@@ -23,7 +23,7 @@ from raypipe.errors import ConfigError
 from raypipe.section import shown
 from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.nested import column_in, field_at
+from raypipe.stores.nested import field_at, path_in
 from raypipe.stores.scan import scan
 
 Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
@@ -72,14 +72,11 @@ def matching(
     parts = list[np.ndarray]()
     text = f"{setting} {shown(expression)}"
     present = store.schema.names
-    column_of = {name: column_in(present, name) or name for name in names}
-    stored = tuple(dict.fromkeys(column_of.values()))
+    paths = {name: path_in(present, name) or (name,) for name in names}
+    stored = tuple(dict.fromkeys(path[0] for path in paths.values()))
     for columns in scan(store, stored, setting):
         try:
-            arrays = {
-                name: _values(columns, column, name.removeprefix(column))
-                for name, column in column_of.items()
-            }
+            arrays = {name: _values(columns, *path) for name, path in paths.items()}
             parts.append(_evaluated(compiled, arrays))
         except RecursionError:
             raise ConfigError(f"{text}: {_NESTED}") from None
@@ -95,17 +92,18 @@ def matching(
     return keep
 
 
-def _values(columns: Columns, column: str, path: str) -> pa.Array:
+def _values(columns: Columns, column: str, *path: str) -> pa.Array:
     """Return a column, or a field of its values, which are structs or JSON; none where a value is neither."""
     if not path:
         return _array(columns.table[column])
     if is_number(columns.table[column].type):
-        raise TypeError(f"{column + path!r} is not allowed: {column!r} has numbers")
+        name = ".".join((column, *path))
+        raise TypeError(f"{name!r} is not allowed: {column!r} has numbers")
     fields = []
     for value in columns[column]:
         field = None
         with contextlib.suppress(ValueError):
-            field = field_at(value, path[1:].split("."))
+            field = field_at(value, path)
         fields.append(field)
     array = pa.array(fields)
     return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)

@@ -7,11 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
-def column_in(present: Collection[str], name: str) -> str | None:
-    """Return the column that a name stands for, which may be a field within its values, such as json.caption."""
+def path_in(present: Collection[str], name: str) -> tuple[str, ...] | None:
+    """Return the column that a name stands for, and the fields within its values, as in json.caption."""
     parts = name.split(".")
-    ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((column for column in ends if column in present), None)
+    for end in range(len(parts), 0, -1):
+        column = ".".join(parts[:end])
+        if column in present:
+            return column, *parts[end:]
+    return None
 
 
 def field_at(value: Any, path: Sequence[str]) -> Any:

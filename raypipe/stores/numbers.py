@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import sys
 from typing import Any, NamedTuple
@@ -58,6 +59,30 @@ def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
     return cast
 
 
+def stored_numbers(value: Any, raw: str = "") -> np.ndarray:
+    """Return numbers that are stored as such, as JSON, as a .npy, or as the little-endian bytes of `raw` ones.
+
+    Raises:
+        InexactError: their array would hold others.
+        ValueError, TypeError, OverflowError, RecursionError, SampleError: they are none.
+    """
+    if is_npy(value):
+        value = read_npy(value)
+    elif isinstance(value, bytes) and raw:
+        value = np.frombuffer(value, np.dtype(raw).newbyteorder("<"))
+    elif isinstance(value, str | bytes):
+        value = json.loads(value)
+    numbers = exactly(value)
+    if numbers.dtype.kind not in "biuf":
+        raise TypeError(f"they are {numbers.dtype}")
+    return numbers
+
+
+def is_npy(value: Any) -> bool:
+    """True if a value begins like a .npy."""
+    return isinstance(value, bytes) and value.startswith(NPY)
+
+
 def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
     """Return whether each number changed in a cast, as bool of the same shape."""
     if array.dtype.kind == "f":
@@ -65,11 +90,10 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
             return np.isfinite(array) & ~np.isfinite(cast)
         # casting floats to integers is never exact enough
         return np.ones(array.shape, bool)
-    if cast.dtype.kind != "f" or array.dtype.kind == "b":
+    if cast.dtype.kind != "f":
         return np.asarray(cast != array)
-    wide = cast.astype(np.float64)
-    fits = wide < 2.0 ** (8 * array.dtype.itemsize - (array.dtype.kind == "i"))
-    return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
+    # Python compares integers with floats exactly.
+    return np.asarray(cast.astype(object) != array.astype(object))
 
 
 class NpyHeader(NamedTuple):
@@ -130,10 +154,7 @@ def npy_header(data: bytes) -> NpyHeader:
 def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
     """Return the array of a .npy, writable, C-contiguous, in native byte order; raises like `npy_header`."""
     shape, fortran, dtype, begin = header or npy_header(data)
-    if begin < len(data):
-        values = np.frombuffer(data, dtype, offset=begin)
-    else:
-        values = np.empty(0, dtype)
+    values = np.frombuffer(data, dtype, offset=begin)
     try:
         values = values.reshape(shape, order="F" if fortran else "C")
     except ValueError as error:

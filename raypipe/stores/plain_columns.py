@@ -63,11 +63,9 @@ def _type_of(name: str, values: Iterable[Any], where: str, short_side: int) -> s
         )
     if name == "image" or isinstance(value, bytes):
         return "binary"
-    if isinstance(value, _INTEGERS):
+    if isinstance(value, _INTEGERS | _FLOATS):
         are_floats = any(v is None or isinstance(v, _FLOATS) for v in values)
         return "float64" if are_floats else "int64"
-    if isinstance(value, _FLOATS):
-        return "float64"
     if value is None or isinstance(value, str):
         return "string"
     if not _is_json(value):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -25,9 +26,10 @@ from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
-from raypipe.transform.nest import Packer
+from raypipe.transform.nest import collate, pack
 from raypipe.transform.process_state import (
     costly_states,
+    drawn,
     seed_cheaply,
     seed_for_item,
 )
@@ -186,8 +188,7 @@ class ItemMaker:
     def __init__(self, items: DatasetItems) -> None:
         self.fields = {LABEL: CLASS, ITEM: Field("item")}
         self._items = items
-        self._packer = Packer(cloudpickle.dumps)
-        self._collate = items.collate or self._packer.collate
+        self._collate = items.collate or collate
         self._is_settled = False
         # whether an item has drawn from the generators that are costly to seed
         self._seeds_all = False
@@ -237,14 +238,14 @@ class ItemMaker:
         items = list[Any]()
         with contextlib.suppress(Exception), self._reached.kept():
             for index, key in wanted:
-                items.append(self._drawn(index, key))
+                items.append(drawn(functools.partial(self._drawn, index, key)))
         return items
 
     def slow(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
         """Make an item; raises TransformError if the Dataset fails on it."""
         index = index_in(samples.images[row])
         with failing(f"{self._items.name}[{index}]"):
-            item = self._item(index, key)
+            item = drawn(lambda: self._item(index, key))
             if not self._is_settled:
                 self._is_settled = True
                 if self._reached.look():
@@ -288,10 +289,11 @@ class ItemMaker:
             k0, k1 = key
             collate_key = (k0 ^ _OF_COLLATE, k1)
             nest = self._collated(items, out.index[rows][counts], collate_key)
-        return fields | self._packer.pack(nest)
+        return fields | pack(nest, cloudpickle.dumps)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:
+            importlib.import_module("torch")  # so that its generator is seeded
             with self._reached.kept():
                 self._seed(key)
                 return self._collate(items)

@@ -359,8 +359,7 @@ class _Split:
     def maps(self, keys: np.ndarray) -> np.ndarray:
         """The maps of B samples by their keys, uint64 (B, 2): int32 (B, n)."""
         sizes = np.tile(self._sides, (len(keys), 1))
-        params, _ = self._encoded.program.draw(keys, sizes)
-        return self._encoded.maps(params, sizes)[0]
+        return self._encoded.maps(keys, sizes)[1]
 
     def cut(self, index: np.ndarray, maps: np.ndarray) -> torch.Tensor:
         """The images of samples, int64 (B,), by their maps: uint8 (B, 3, H, W)."""

@@ -7,7 +7,6 @@ generators for one thread.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import fields
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from raypipe.kernel import Program, Step, native_step
-
-RANDOM_STATE = re.compile(
-    r"(_configured_|_concurrent_)?(random_generator|py_random)|_thread_rng_streams|_manual_random_state|"
-    r"_rng_(context|initialized|epoch|process_id|source_thread_id)"
+from raypipe.transform.pipelines import (
+    RANDOM_STATE,
+    has_user_code,
+    is_compose,
+    package_of,
 )
-"""Names of attributes by which a pipeline and its steps draw."""
+
 _RENAMED = {
     "brightness_range": "brightness",
     "contrast_range": "contrast",
@@ -53,8 +53,7 @@ def why_no_program(pipeline: Any) -> str:
     program, remaining_steps = find_program(pipeline)
     if program and not remaining_steps:
         return ""
-    library = sys.modules.get("albumentations")
-    if library is None or type(pipeline) is not library.Compose:
+    if not is_compose(pipeline):
         return f"{type(pipeline).__name__} is not a list of Albumentations' steps"
     for step in pipeline.transforms:
         if _native(step) is None:
@@ -73,8 +72,7 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     """
     if isinstance(pipeline, Program):
         return pipeline, []
-    library = sys.modules.get("albumentations")
-    if library is None or type(pipeline) is not library.Compose:
+    if not is_compose(pipeline):
         return None, []
     special = (
         pipeline.processors
@@ -113,25 +111,15 @@ def described(pipeline: Any) -> dict[str, Any] | None:
 
     None: it has steps of the user's, or the library's own description leaves some of their arguments out.
     """
-    library = sys.modules.get("albumentations")
-    if library is None or not _is_library(pipeline):
+    if package_of(pipeline) != "albumentations" or has_user_code(pipeline):
         return None
+    library = sys.modules["albumentations"]
     try:
         description = json.loads(json.dumps(library.to_dict(pipeline)))
         is_whole = _state(library.from_dict(description)) == _state(pipeline)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
     return description if is_whole else None
-
-
-def _is_library(step: Any) -> bool:
-    if not type(step).__module__.startswith("albumentations."):
-        return False
-    # a step may have a list of functions of this name
-    steps = [
-        each for each in getattr(step, "transforms", ()) if hasattr(each, "to_dict")
-    ]
-    return all(map(_is_library, steps))
 
 
 def _state(pipeline: Any) -> Any:

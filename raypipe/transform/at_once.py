@@ -10,6 +10,7 @@ the reason.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -85,12 +86,11 @@ class KernelImages:
     ) -> MadeRows:
         """Make the images of the rows that have sizes."""
         (rows,) = np.nonzero(sizes[:, 0])
-        if len(rows) < len(images):
-            has_size = (sizes[:, 0] > 0).tolist()
-            images = [
-                image if is_run else None
-                for image, is_run in zip(images, has_size, strict=True)
-            ]
+        heights = sizes[:, 0].tolist()
+        images = [
+            image if height else None
+            for image, height in zip(images, heights, strict=True)
+        ]
         jobs = [_job_of(view, rows, sizes, keys, arrays) for view in self._views]
         done = kernel.run(images, jobs, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
@@ -109,24 +109,16 @@ class KernelImages:
         images: list[np.ndarray | None] = [None] * len(is_wanted)
         num_bytes = 0
         for row in np.flatnonzero(is_wanted).tolist():
-            pixels = self._pixels(samples.images[row])
-            if pixels is None:
-                continue
-            images[row], num_bytes = pixels, num_bytes + pixels.nbytes
+            with contextlib.suppress(SampleError):  # the straight loop says why
+                pixels = self._decode(stored_bytes(samples.images[row]))
+                images[row] = pixels
+                num_bytes += pixels.nbytes
             if num_bytes > _MAX_DECODED:
                 yield images
                 images = [None] * len(is_wanted)
                 num_bytes = 0
         if num_bytes:
             yield images
-
-    def _pixels(self, image: bytes | memoryview | None) -> np.ndarray | None:
-        if not image:
-            return None
-        try:
-            return self._decode(stored_bytes(image))
-        except SampleError:
-            return None
 
 
 def _job_of(

@@ -9,18 +9,20 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.stores.base import Store, missing
-from raypipe.transform.albumentations import find_program, why_no_program
-from raypipe.transform.encoded import EncodedImages
+from raypipe.transform.albumentations import why_no_program
 from raypipe.transform.presets import (
-    build_transform,
     check_name,
     is_preset,
     takes_size,
 )
-from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import find_views, makes_views
+
+_REPEATS = (
+    "its borders repeat pixels, and so the library makes it for boxes and keypoints"
+)
 
 
 def check_transforms(
@@ -31,24 +33,19 @@ def check_transforms(
     """Raise ConfigError where `SampleMaker` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        is_views = makes_views(transform)
-        if is_views and config.target_columns:
+        if makes_views(transform) and config.target_columns:
             raise ConfigError(
                 f"transform.{split} makes views, and {config.target_settings} goes with one image: leave it out"
             )
         check_target_columns(store, config.target_columns)
-        is_named = isinstance(transform, str) and ":" in transform
-        if is_named and not config.target_columns:
+        if (
+            isinstance(transform, str)
+            and ":" in transform
+            and not config.target_columns
+        ):
             check_name(transform)
-            continue
-        is_array = config.decode == "array"
-        built = build_transform(transform, config.final_size, by_library=is_array)
-        is_encoded = config.decode == "device" and not is_named
-        made = None
-        if not is_views and (config.target_columns or is_encoded):
-            made = SampleTransform(built, targets=tuple(config.target_columns))
-        if is_encoded:
-            EncodedImages(made, f"transform.{split}")
+        else:
+            SampleMaker(transform, config)
 
 
 def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
@@ -78,26 +75,13 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
         raise ConfigError(
             f"{where}, of uint8 RGB, and transform.decode is 'array': leave one of them out"
         )
-    built = build_transform(transform, config.final_size)
-    pipelines = [built]
-    if isinstance(built, Mapping):
-        pipelines = [each for view in built.values() for each in view.transforms]
-    for pipeline in pipelines:
-        if why := _why_not_made_here(pipeline, config):
+    for _, image in SampleMaker(transform, config).transforms:
+        if image.given is not None and image.has_rest:
+            why = why_no_program(image.given) or _REPEATS
             raise ConfigError(
                 f"{where}. transform.train is {brief(transform)}: {why}; leave transform.strength out, or use "
                 "steps that docs/transforms.md lists as raypipe's"
             )
-
-
-def _why_not_made_here(pipeline: Any, config: TransformConfig) -> str:
-    if pipeline is None:
-        return ""
-    program, _ = find_program(pipeline)
-    has_points = bool({"boxes", "keypoints"} & config.target_columns.keys())
-    if program and not program.takes_points and has_points:
-        return "its borders repeat pixels, and so the library makes it for boxes and keypoints"
-    return why_no_program(pipeline)
 
 
 def check_follows(transform: Any, config: TransformConfig) -> None:

@@ -15,8 +15,8 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.nested import column_in
-from raypipe.stores.numbers import InexactError, exactly
+from raypipe.stores.nested import path_in
+from raypipe.stores.numbers import InexactError, exactly, is_npy
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,
@@ -24,7 +24,6 @@ from raypipe.transform.columns import (
     MakeColumns,
     SampleColumns,
     column_numbers,
-    is_npy,
     length_name,
     rank,
 )
@@ -32,7 +31,14 @@ from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
-_NUM_SEARCHED = 1024  # samples after them that are read in search of a value
+# Dtypes of numbers in lists of different lengths, which are read as Python's.
+_IN_LISTS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool"}
+_KINDS = {
+    "number": bool | int | float | np.generic,
+    "list": list | tuple | np.ndarray,
+    "text": str,
+    "bytes": bytes,
+}
 
 
 @process_kept()
@@ -143,7 +149,7 @@ def _paths_in(
         names[LABEL] = None
     paths: dict[str, tuple[str, ...]] = {}
     for name in names:
-        path = _path_of(store, name)
+        path = path_in(store.schema.names, name)
         if path is not None:
             paths[name] = path
         elif function is None and name != LABEL:
@@ -224,7 +230,8 @@ def type_by_schema(
     if is_list(kind):
         if numbers := array_of(kind.value_type):
             of_number, shape = numbers
-            return ColumnType("ragged", _dtype_in_lists(of_number), shape)
+            kind_of_number = np.dtype(of_number.to_pandas_dtype()).kind
+            return ColumnType("ragged", _IN_LISTS[kind_of_number], shape)
         return None if is_list(kind.value_type) else ColumnType("json")
     if options is not None or pa.types.is_null(kind):
         return None
@@ -233,45 +240,20 @@ def type_by_schema(
     return ColumnType("bytes" if is_bytes(kind) else "json")
 
 
-def _dtype_in_lists(of_number: pa.DataType) -> str:
-    """Return the dtype of numbers in lists of different lengths, which are read as Python's."""
-    if pa.types.is_integer(of_number):
-        return "int64"
-    return "float64" if pa.types.is_floating(of_number) else "bool"
-
-
 def _types_by_values(
     store: Store, columns: SampleColumns, indices: np.ndarray
 ) -> dict[str, ColumnType]:
-    """Return the types of a batch's columns, by their values in the first samples.
-
-    A column that has nothing there has the type of its first values in the samples after them.
-    """
+    """Return the types of a batch's columns, by their values in the first samples."""
     maker = ColumnMaker(columns)
     values: dict[str, list[Any]] = {}
     for sample in _samples(store, columns, maker, indices):
         for name, value in sample.items():
             values.setdefault(name, []).append(value)
-    empty = {name for name, column in values.items() if all(map(_is_empty, column))}
-    num_searched = len(indices)
-    if empty:
-        start = int(indices.max()) + 1
-        later = np.arange(start, min(start + _NUM_SEARCHED, len(store)))
-        num_searched += len(later)
-        for sample in _samples(store, columns, maker, later):
-            for name in empty & sample.keys():
-                values[name].append(sample[name])
     types: dict[str, ColumnType] = {}
     for name, column in values.items():
         where = f"column {name!r} of {store.address}"
-        present = [value for value in column if value is not None]
-        if not present:
-            raise ConfigError(
-                f"{where} has no value in any of the first {num_searched} samples, which would tell its type: "
-                "leave it out; or write it as numbers, or lists of numbers, to Parquet, whose schema has the "
-                f"type; or write [] for no numbers and declare store.columns={{{name}: {{dtype: float32}}}}"
-            )
         options = columns.options.get(name)
+        present = [value for value in column if value is not None]
         is_fixed = columns.function is not None
         types[name] = type_by_values(name, present, options, is_fixed, where)
     return types
@@ -299,24 +281,6 @@ def _samples(
     return samples
 
 
-def _is_empty(value: Any) -> bool:
-    """Return whether a value is none, or a list without elements, and so tells no type."""
-    if isinstance(value, str | bytes):
-        return value.strip() in ("[]", b"[]")
-    return value is None or (
-        isinstance(value, list | tuple | np.ndarray) and not len(value)
-    )
-
-
-def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
-    """A column, or a field within the values of one, `json.caption`; None = there is none."""
-    column = column_in(store.schema.names, name)
-    if column is None:
-        return None
-    fields = name[len(column) + 1 :]
-    return (column, *fields.split(".")) if fields else (column,)
-
-
 def type_by_values(
     name: str,
     values: Sequence[Any],
@@ -324,15 +288,22 @@ def type_by_values(
     is_fixed: bool,
     where: str,
 ) -> ColumnType:
-    """Return the type of a column, by some of its values, at least one, without None.
+    """Return the type of a column, by some of its values, without None.
 
     Args:
         is_fixed: arrays have one shape, and are not lists of different lengths.
         where: name of the column, for errors.
 
     Raises:
-        ConfigError: there are values of several kinds, or no numbers where they are declared.
+        ConfigError: there are values of several kinds, or no numbers where they are declared; or none tells it.
     """
+    unknown = ConfigError(
+        f"{where} has no value in the first samples, which would tell its type: write [] for no numbers and "
+        f"declare store.columns={{{name}: {{dtype: float32}}}}; or write it as numbers, lists or text to Parquet, "
+        "whose schema has the type; or leave it out"
+    )
+    if not values:
+        raise unknown
     if options is None:
         kinds = {_kind_of(value) for value in values}
         if len(kinds) > 1:
@@ -340,21 +311,25 @@ def type_by_values(
             raise ConfigError(
                 f"{where} has values of several types, {names}: fix the store"
             )
-        if kinds == {"text"}:
-            return ColumnType("text")
-        if kinds == {"bytes"}:
-            return ColumnType("bytes")
+        (kind,) = kinds
+        if kind in ("text", "bytes"):
+            return ColumnType(kind)
     arrays, problem = _numbers_in(name, values, options)
     if options is None and problem:
         return ColumnType("json")
     if not arrays:
         raise ConfigError(f"{where}: {problem}")
-    filled = [array for array in arrays if array.size] or arrays
-    dtype = np.result_type(*filled)
-    if options and options.dtype:
+    filled = [array for array in arrays if array.size]
+    declared = options.dtype if options else ""
+    has_arrays = any(isinstance(value, np.ndarray) for value in values)
+    if not (filled or declared or has_arrays):
+        raise unknown
+    dtype = np.result_type(*(filled or arrays))
+    if declared:
         # damaged values of some columns may be floats
-        dtype = min((array.dtype for array in filled), key=rank)
-    shapes = sorted({array.shape for array in filled})
+        dtypes = [array.dtype for array in filled]
+        dtype = min(dtypes, key=rank, default=np.dtype(declared))
+    shapes = sorted({array.shape for array in filled or arrays})
     if len(set(map(len, shapes))) > 1:
         raise ConfigError(
             f"{where} has numbers of several shapes, {shapes}: fix the store"
@@ -432,11 +407,6 @@ def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
     return True
 
 
-def _kind_of(value: Any) -> str:
-    if isinstance(value, bool | int | float | np.generic):
-        return "number"
-    if isinstance(value, list | tuple | np.ndarray):
-        return "list"
-    if isinstance(value, str):
-        return "text"
-    return "bytes" if isinstance(value, bytes) else type(value).__name__
+def _kind_of(value: Any) -> Any:
+    kinds = (kind for kind, types in _KINDS.items() if isinstance(value, types))
+    return next(kinds, type(value).__name__)

@@ -29,10 +29,10 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.importing import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.nested import field_at
-from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.stores.numbers import InexactError, exactly, is_npy, stored_numbers
 from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.keys import Key, KeyedGenerator
-from raypipe.transform.process_state import seed_process
+from raypipe.transform.process_state import drawn, seed_process
 from raypipe.transform.user_code import failing, rng_parameter
 
 MakeColumns = Callable[..., Mapping[str, Any]]
@@ -171,6 +171,12 @@ class ColumnMaker:
         }
         if self._function is None:
             return stored
+        computed = drawn(lambda: self._computed(stored, key))
+        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | computed
+
+    def _computed(self, stored: Mapping[str, Any], key: Key) -> dict[str, Any]:
+        """Call the function, which draws under a sample's key."""
+        assert self._function is not None
         rng = {}
         generator = self._keyed.rewind(key)
         if self._rng_name:
@@ -185,8 +191,7 @@ class ColumnMaker:
                     f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
                     "batch's columns"
                 )
-            computed = {str(name): _as_numpy(value) for name, value in columns.items()}
-        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | computed
+            return {str(name): _as_numpy(value) for name, value in columns.items()}
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         column = self.columns.types[name]
@@ -254,29 +259,11 @@ def column_numbers(
         SampleError: they are none, or their array would hold others.
     """
     try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        elif is_npy(value):
-            value = read_npy(value)
-        elif isinstance(value, bytes) and options and options.dtype:
-            value = np.frombuffer(value, np.dtype(options.dtype).newbyteorder("<"))
-        elif isinstance(value, bytes):
-            value = json.loads(value)
-        array = exactly(value)
+        return stored_numbers(value, options.dtype if options else "")
     except InexactError as error:
         raise SampleError(f"column {name!r} has {error}") from None
     except (ValueError, TypeError, OverflowError, RecursionError, SampleError) as error:
         raise SampleError(f"column {name!r} holds no numbers: {error}") from error
-    if array.dtype.kind not in _NUMBERS:
-        raise SampleError(
-            f"column {name!r} holds a {type(value).__name__}, and no numbers"
-        )
-    return array
-
-
-def is_npy(value: Any) -> bool:
-    """True if a value begins like a .npy."""
-    return isinstance(value, bytes) and value.startswith(NPY)
 
 
 def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:

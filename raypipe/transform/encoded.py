@@ -81,25 +81,25 @@ class EncodedImages:
             blank[axis_columns(num_columns, axis).stop - 1] = side
         self.field = Field("array", "int32", (num_columns,), tuple(blank))
 
-    @property
-    def program(self) -> Program:
-        """The program, at the strength of now."""
-        program = self._transform.program
-        assert program is not None
-        return program
-
     def maps(
-        self, params: np.ndarray, sizes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The maps of B images, int32 (B, n), and which of them are large enough for their crops, bool (B,).
+        self, keys: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw the maps of B images, by the program at the strength of now.
 
         Args:
-            params: see `Program.draw`.
+            keys: uint64 (B, 2).
             sizes: (height, width) of the images, int (B, 2).
+
+        Returns:
+            The parameters, see `Program.draw`; the maps, int32 (B, n); and which images are large enough for their
+            crops, bool (B,).
         """
+        program = self._transform.program
+        assert program is not None
+        params, _ = program.draw(keys, sizes)
         assert self.field.shape
         axes = _MovedAxes(sizes, self.field.shape[0])
-        columns = self.program.ops[:, 1].tolist()
+        columns = program.ops[:, 1].tolist()
         for (made_by, op), column in zip(self._steps, columns, strict=True):
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
@@ -111,7 +111,7 @@ class EncodedImages:
             else:
                 interpolation = getattr(made_by, "interpolation", LINEAR)
                 axes.resize(numbers[:, :2].T, interpolation)
-        return axes.maps(self._fill), axes.fits
+        return params, axes.maps(self._fill), axes.fits
 
     def make(
         self,
@@ -129,8 +129,7 @@ class EncodedImages:
         """
         sizes = sizes_by_header(samples.images, self._exif)
         (rows,) = np.nonzero(is_wanted & (sizes[:, 0] > 0))
-        params, _ = self.program.draw(keys[rows], sizes[rows])
-        maps, fits = self.maps(params, sizes[rows])
+        params, maps, fits = self.maps(keys[rows], sizes[rows])
         whole = []
         fields = []
         for number in np.flatnonzero(fits).tolist():
@@ -151,15 +150,14 @@ class EncodedImages:
         """
         size = image_size(image, exif=self._exif)
         _check_whole(image, self._exif)
-        sizes = np.array([size])
-        params, _ = self.program.draw(np.array([key], np.uint64), sizes)
-        maps, fits = self.maps(params, sizes)
-        if not fits[0]:
+        keys = np.array([key], np.uint64)
+        (params,), (of_image,), (fits,) = self.maps(keys, np.array([size]))
+        if not fits:
             raise failed(
                 "the transform",
                 ValueError(f"crop exceeds image dimensions: {size} (height, width)"),
             )
-        return {DATA: stored_bytes(image), MAP: maps[0]}, params[0], size
+        return {DATA: stored_bytes(image), MAP: of_image}, params, size
 
 
 def _check_whole(image: Any, exif: bool) -> None:

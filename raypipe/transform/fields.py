@@ -71,19 +71,14 @@ class Ragged(NamedTuple):
     @staticmethod
     def of(kind: FieldKind, samples: Sequence[Any], like: Field) -> Ragged:
         """Join values of samples: arrays or bytes; None = empty."""
+        blank: Any = b"null" if kind == "json" else b""
         if kind == "ragged":
-            nothing = np.empty((0, *(like.shape or ())), like.dtype)
-            parts: Sequence[Any] = [
-                nothing if sample is None else sample for sample in samples
-            ]
-            values = np.concatenate([nothing, *parts])
+            blank = np.empty((0, *(like.shape or ())), like.dtype)
+        parts = [blank if sample is None else sample for sample in samples]
+        if kind == "ragged":
+            values = np.concatenate([blank, *parts])
         else:
-            blank = b"null" if kind == "json" else b""
-            contents: list[bytes] = [
-                blank if sample is None else sample for sample in samples
-            ]
-            parts = contents
-            values = np.frombuffer(b"".join(contents), np.uint8)
+            values = np.frombuffer(b"".join(parts), np.uint8)
         return Ragged(kind, values, np.cumsum([0, *map(len, parts)], dtype=np.int64))
 
     def copied(self) -> Ragged:
@@ -109,11 +104,11 @@ class Ragged(NamedTuple):
 
 def in_group(fields: Mapping[str, _Value], group: str) -> dict[str, _Value]:
     """The entries of a group, by the names that they have in it."""
-    parts = {name: name.partition(".") for name in fields}
+    prefix = f"{group}."
     return {
-        name_in_group: fields[name]
-        for name, (first, _, name_in_group) in parts.items()
-        if first == group and name_in_group
+        name.removeprefix(prefix): value
+        for name, value in fields.items()
+        if name.startswith(prefix)
     }
 
 
@@ -213,8 +208,7 @@ class Rows:
         for name, value in sample.items():
             array = self.arrays.get(name)
             if array is None:
-                values = self._lists.setdefault(name, [None] * len(self.index))
-                values[row] = value
+                self.values(name)[row] = value
                 continue
             field = self.fields[name]
             if field.is_padded:
@@ -226,7 +220,7 @@ class Rows:
         self.weight[row] = 1
 
     def put_labels(
-        self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray
+        self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray | int
     ) -> None:
         """Fill rows, int (n,), of which all but the label is there, and the index."""
         self.arrays[LABEL][rows] = labels
@@ -237,10 +231,10 @@ class Rows:
         self, name: str, rows: np.ndarray, indices: np.ndarray, values: list[Any]
     ) -> None:
         """Fill rows, int (n,), with values of one field and their indices; the label is 0."""
-        column = self._lists.setdefault(name, [None] * len(self.index))
+        column = self.values(name)
         for row, value in zip(rows.tolist(), values, strict=True):
             column[row] = value
-        self.put_labels(rows, indices, np.zeros(len(rows), np.int64))
+        self.put_labels(rows, indices, 0)
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Mark a row that does not count: padding, or a sample that is bad."""
@@ -275,7 +269,7 @@ class Rows:
 
     def values(self, name: str) -> list[Any]:
         """Return the values of a field whose kind is not "array", k·B; None where there is none yet."""
-        return self._lists.get(name, [None] * len(self.index))
+        return self._lists.setdefault(name, [None] * len(self.index))
 
     def _allocate(self) -> None:
         self.arrays = reused_arrays(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.importing import loaded_module
-from raypipe.transform.reach import is_generator, is_own_code
+from raypipe.importing import is_of, is_own_code
+from raypipe.transform.nest import bytes_of, bytes_of_tensor
+from raypipe.transform.reach import file_of, is_generator
+from raypipe.transform.user_code import contents
 
 _DIGEST_BYTES = 16
 # Parts as large as this are named, since each actor holds them.
@@ -58,7 +59,8 @@ class _Hasher(pickle.Pickler):
         if isinstance(value, str | int | float):  # most are
             return None
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return "array", value.dtype.str, value.shape, self._add(value)
+            num_bytes = self._part.write(bytes_of(value))
+            return "array", value.dtype.str, value.shape, num_bytes
         if isinstance(value, set | frozenset):
             return "set", sorted(map(_hash_of, value))
         if isinstance(value, types.ModuleType):
@@ -75,19 +77,11 @@ class _Hasher(pickle.Pickler):
             return "class", *_facts_of_class(value)
         return "function", *_facts_of_function(value)
 
-    def _add(self, array: np.ndarray) -> int:
-        return self._part.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
     def _tensor(self, value: Any) -> Any:
-        torch = loaded_module("torch")
-        if torch is None or not isinstance(value, torch.Tensor):
+        if not is_of(value, "torch", "Tensor"):
             return None
-        if value.device.type != "cpu":
-            raise ConfigError(
-                f"a tensor on {value.device}, which CPU actors do not have: move it with .cpu()"
-            )
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        return "tensor", str(value.dtype), tuple(value.shape), self._add(flat.numpy())
+        num_bytes = self._part.write(bytes_of_tensor(value))
+        return "tensor", str(value.dtype), tuple(value.shape), num_bytes
 
 
 def facts_of_dataset(dataset: Any) -> dict[str, Part]:
@@ -144,11 +138,7 @@ def _facts_of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from _facts_of_code(code)
     yield function.__defaults__
     yield function.__kwdefaults__
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a name that is bound later
-            yield None
+    yield from contents(function)
 
 
 def _facts_of_code(code: types.CodeType) -> Iterator[Any]:
@@ -164,8 +154,7 @@ def _facts_of_code(code: types.CodeType) -> Iterator[Any]:
 def _facts_of_class(kind: type) -> Iterator[Any]:
     """The name of a class, and for the code of a user its methods, its values and its bases."""
     yield kind.__qualname__
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if kind.__module__ != "__main__" and not is_own_code(file):
+    if kind.__module__ != "__main__" and not is_own_code(file_of(kind)):
         yield kind.__module__
         return
     yield from kind.__mro__[1:]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from raypipe.errors import ConfigError
+from raypipe.importing import is_of
 from raypipe.kernel import Program
 
 TransformKind = Literal[
@@ -15,6 +18,11 @@ TransformKind = Literal[
 """Kind of a transform; "pil" is an old one of torchvision, "torchvision" one of v2, or a module of torch."""
 
 
+RANDOM_STATE = re.compile(
+    r"(_configured_|_concurrent_)?(random_generator|py_random)|_thread_rng_streams|_manual_random_state|"
+    r"_rng_(context|initialized|epoch|process_id|source_thread_id)"
+)
+"""Names of attributes by which a pipeline of Albumentations and its steps draw."""
 _KINDS: dict[str, TransformKind] = {
     "albumentations.": "albumentations",
     "torchvision.transforms.v2.": "torchvision",
@@ -52,6 +60,12 @@ def steps_of(pipeline: Any) -> Sequence[Any] | None:
     if package == "torch" and kind.__name__ == "Sequential":
         return list(pipeline)
     return None
+
+
+def is_compose(pipeline: Any) -> bool:
+    """True for a Compose of Albumentations', and none of a subclass."""
+    kind = getattr(sys.modules.get("albumentations"), "Compose", None)
+    return type(pipeline) is kind
 
 
 def has_hooks(step: Any) -> bool:
@@ -124,7 +138,7 @@ def has_user_code(pipeline: Any) -> bool:
 def is_composition(step: Any) -> bool:
     """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
     if package_of(step) == "albumentations":
-        return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
+        return is_of(step, "albumentations", "BaseCompose")
     return package_of(step) != "" and hasattr(step, "transforms")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.importing import is_of
 from raypipe.transform.fields import VIEW
 from raypipe.transform.pipelines import TransformKind
 
@@ -108,18 +109,12 @@ def channels_last(value: Any) -> Any:
     return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
 
 
-def _is_of(value: Any, module: str, name: str) -> bool:
-    """True for an object of a module's class; a process without the module has none."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
-
-
 def is_tensor(value: Any) -> bool:
-    return _is_of(value, "torch", "Tensor")
+    return is_of(value, "torch", "Tensor")
 
 
 def is_pil(value: Any) -> bool:
-    return _is_of(value, "PIL.Image", "Image")
+    return is_of(value, "PIL.Image", "Image")
 
 
 def is_rgb(image: Any) -> bool:

@@ -14,23 +14,21 @@ import contextlib
 import functools
 import random
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raypipe.transform.albumentations import RANDOM_STATE
+from raypipe.importing import is_of, is_own_code
 from raypipe.transform.keys import Key, KeyedGenerator
+from raypipe.transform.pipelines import RANDOM_STATE
+from raypipe.transform.process_state import torchs_generator
+from raypipe.transform.user_code import contents
 
 # a policy has some hundred; data that a transform holds can be endless
 _MAX_OBJECTS = 5_000
 _MAX_ITEMS = 256
-_OURS = str(Path(__file__).parents[1])
-_LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
-_INSTALLED = {"site-packages", "dist-packages"}
 _LEAVES = (
     str,
     bytes,
@@ -79,7 +77,7 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
                 if not RANDOM_STATE.fullmatch(name)
             )
             own_classes = (
-                kind for kind in type(value).__mro__ if is_own_code(_file_of(kind))
+                kind for kind in type(value).__mro__ if is_own_code(file_of(kind))
             )
             yield from (
                 attribute
@@ -93,9 +91,7 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents
+    yield from contents(function)
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
@@ -119,16 +115,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
+    """The file that defines a class; empty: it is not known."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-
-
-@functools.lru_cache(maxsize=1024)
-def is_own_code(file: str) -> bool:
-    """True for a file of the user's, which no library has installed."""
-    if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
-        return False
-    return bool(file) and not _INSTALLED & set(Path(file).parts)
 
 
 Put = Callable[[], object]
@@ -209,12 +198,9 @@ def _state_of(generator: Any) -> Put:
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-        return functools.partial(generator.set_state, state)
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
-    if _is_of(generator, "torch", "Generator"):
+    if is_generator(generator):
         return functools.partial(generator.set_state, generator.get_state())
     kept = {
         name: value
@@ -238,25 +224,17 @@ def _seed(generator: Any, words: list[int]) -> None:
         generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]) >> 1)
 
 
-def _is_of(value: Any, package: str, *names: str) -> bool:
-    return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] == package
-        for kind in type(value).__mro__
-    )
-
-
 def is_generator(value: Any) -> bool:
     """Return whether a value is a random generator, of the process or another."""
     is_plain = isinstance(
         value, np.random.Generator | np.random.RandomState | random.Random
     )
-    return is_plain or _is_of(value, "torch", "Generator")
+    return is_plain or is_of(value, "torch", "Generator")
 
 
 def _is_random(value: Any) -> bool:
     if is_generator(value):
         of_numpy: Any = np.random.mtrand
-        of_torch = getattr(sys.modules.get("torch"), "default_generator", None)
-        return value is not of_numpy._rand and value is not of_torch
-    is_pipeline = _is_of(value, "albumentations", "BaseCompose", "BasicTransform")
+        return value is not of_numpy._rand and value is not torchs_generator()
+    is_pipeline = is_of(value, "albumentations", "BaseCompose", "BasicTransform")
     return is_pipeline and hasattr(value, "random_generator")

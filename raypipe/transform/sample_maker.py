@@ -212,13 +212,8 @@ class SampleMaker:
             image = open_for_crop(encoded_image, self._config.apply_exif)
         if image is None:
             image = self._decode(encoded_image)
-        targets: dict[str, np.ndarray] = {}
-        if self._targets:
-            targets = self._decoded_targets(
-                samples,
-                row,
-                image.shape[:2] if isinstance(image, np.ndarray) else image[0],
-            )
+        size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+        targets = self._decoded_targets(samples, row, size)
         with failing("the transform"):
             made = self._transformed(image, _by_keyword(targets), key)
         fields = images_in(made)
@@ -248,11 +243,9 @@ class SampleMaker:
             bool (B,): the rows that it made.
         """
         is_made = np.zeros(len(indices), bool)
-        if not out.arrays:
+        if self._at_once is None or not out.arrays:
             return is_made
         is_wanted = is_wanted & (samples.labels != NO_LABEL)
-        if self._at_once is None:
-            return is_made
         rows = slice(first, first + len(indices))
         arrays = {name: array[rows] for name, array in out.arrays.items()}
         for made in self._at_once.make(samples, is_wanted, keys, arrays):
@@ -330,9 +323,9 @@ class SampleMaker:
     ) -> dict[str, np.ndarray]:
         """Targets of an image of this size; an error says so where the image is one that metadata turns."""
         try:
-            return decode_targets(
-                samples.row(row), self._targets, size, self._config.boxes_format
-            )
+            columns = samples.row(row) if self._targets else {}
+            form = self._config.boxes_format
+            return decode_targets(columns, self._targets, size, form)
         except SampleError as error:
             orientation = 1
             if self._config.decode != "array":

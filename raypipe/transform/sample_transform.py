@@ -23,7 +23,6 @@ images by name, see `raypipe.transform.views`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import sys
@@ -42,20 +41,18 @@ from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.pipelines import has_hooks, has_user_code, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
-from raypipe.transform.process_state import seed_opencv, seed_process
+from raypipe.transform.process_state import drawn, seed_opencv, seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.tv_targets import by_torchvision
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, rng_parameter
-
-_NOTHING = contextlib.nullcontext()
 
 
 class SampleTransform:
     """Transform of one image whose result depends only on the pixels, the transform and the key.
 
     It holds one set of random generators and rewinds them for every sample, so an object serves one thread at a
-    time. It pickles as its transform.
+    time.
 
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
@@ -64,6 +61,7 @@ class SampleTransform:
         targets: names of the image's targets.
 
     Attributes:
+        given: the transform as it was passed.
         program: its first steps, as far as they are known; None = none.
         has_rest: whether steps follow the program.
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
@@ -75,7 +73,7 @@ class SampleTransform:
     def __init__(
         self, transform: Any, pixels: Pixels = RGB, targets: Collection[str] = ()
     ) -> None:
-        self._given = transform, pixels, targets
+        self.given = transform
         self._pixels = pixels
         self.program, remaining_steps = _split_program(transform, pixels, targets)
         self._whole = self.program
@@ -107,23 +105,18 @@ class SampleTransform:
         """Make the generators, and give them to the transform, or to the generators that it reaches."""
         self._keyed = KeyedGenerator()
         self._random = random.Random()
-        self._rng = dict[str, np.random.Generator]()
-        self.draws_globally = self.kind in ("torchvision", "pil")
-        if self.kind == "plain":
-            name = rng_parameter(self.transform)
-            if name:
-                self._rng[name] = self._keyed.generator
-            self.draws_globally = not name
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
-            self.draws_globally = self.has_user_code
-        self._reached: ReachedGenerators | None = None
-        self._is_settled = not (self.has_user_code or self._may_find_form)
+        code = self.transform if self.has_user_code else None
+        self._reached = ReachedGenerators(code, self._keyed.generator)
+        name = rng_parameter(code) if self.kind == "plain" else None
+        self._rng = {name: self._keyed.generator} if name else {}
+        draws_here = self.kind in ("none", "program", "albumentations")
         if self.has_user_code:
-            self._reached = ReachedGenerators(self.transform, self._keyed.generator)
-            if self._reached:
-                self.draws_globally = True
+            draws_here = bool(name)
+        self.draws_globally = bool(self._reached) or not draws_here
+        self._is_settled = not (self.has_user_code or self._may_find_form)
 
     def weaken(self, strength: float) -> None:
         """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
@@ -133,13 +126,10 @@ class SampleTransform:
     def is_fixed(self) -> bool:
         """True if no step draws a random number."""
         if self.kind == "none":
-            return self.transform is None
+            return True
         if self._whole is None or self.has_rest:
             return False
         return all(step.p >= 1 and step.num_uniforms == 0 for step in self._whole.steps)
-
-    def __reduce__(self) -> Any:
-        return SampleTransform, self._given
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """Transform an image without targets, see `with_targets`."""
@@ -166,8 +156,8 @@ class SampleTransform:
         """
         if self.program is not None and (self._pixels.is_rgb or is_rgb(image)):
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            drawn, _ = self.program.draw(np.array([key], np.uint64), np.array([size]))
-            params = drawn[0]
+            keys = np.array([key], np.uint64)
+            (params,), _ = self.program.draw(keys, np.array([size]))
             image = self._by_program(image, params)
             if targets:
                 applied = self.program.applied(params)
@@ -178,12 +168,7 @@ class SampleTransform:
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {**targets, IMAGE: image}
-        if isinstance(image, np.ndarray):
-            return self.finish(image, targets, key)
-        self._seed(key)
-        with self._keyed_reach(key):
-            result = _crop_first(self.transform, *image)
-            return {IMAGE: self._checked(result)}
+        return self.finish(image, targets, key)
 
     def _by_program(
         self, image: np.ndarray | Undecoded, params: np.ndarray
@@ -203,22 +188,19 @@ class SampleTransform:
         return out
 
     def finish(
-        self, image: np.ndarray, targets: dict[str, Any], key: Key
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, Any]:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
-        if self._is_settled:
+        if self._is_settled or not isinstance(image, np.ndarray):
             result = self._called(image, targets, key)
         else:
             result = self._settled(image, targets, key)
-        if self.kind == "albumentations" or targets:
-            return {**result, IMAGE: self._checked(result[IMAGE])}
-        # A function that returns only `image` has mistaken Albumentations' result for the image.
-        if isinstance(result, Mapping) and [*result] != [IMAGE]:
-            return self._pixels.of_views(result)
-        return {IMAGE: self._checked(result)}
-
-    def _checked(self, result: Any) -> np.ndarray:
-        return self._pixels.of_image(result, self.kind)
+        if self.kind != "albumentations" and not targets:
+            # A function that returns only `image` has mistaken Albumentations' result for the image.
+            if isinstance(result, Mapping) and [*result] != [IMAGE]:
+                return self._pixels.of_views(result)
+            result = {IMAGE: result}
+        return {**result, IMAGE: self._pixels.of_image(result[IMAGE], self.kind)}
 
     def _settled(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
         """Run it for the first time, which shows its form, and pipelines that its code makes at its first call."""
@@ -232,7 +214,7 @@ class SampleTransform:
             if not self._finds_form():
                 raise
             result = self._called(kept.copy(), targets, key)
-        if self._reached is not None and self._reached.look():
+        if self._reached.look():
             # A pipeline that it has made drew without a seed.
             self.draws_globally = True
             result = self._called(kept, targets, key)
@@ -242,31 +224,25 @@ class SampleTransform:
         """Change to another form, if the transform takes that and not this one."""
         if not self._may_find_form:
             return False
-        transform = self._given[0]
-        found = probed(transform, self._forms, **self._rng)
+        found = probed(self.given, self._forms, **self._rng)
         if found is None or found[0] == self._form:
             return False
         self._form = found[0]
-        self.transform = for_form(transform, self._form)
+        self.transform = for_form(self.given, self._form)
         return True
 
-    def _called(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
-        self._seed(key)
-        with self._keyed_reach(key):
-            if self.kind == "albumentations":
-                return by_pipeline(self.transform, image, targets)
-            given = in_form(image, self._form)
-            if targets:
-                return by_torchvision(self.transform, given, targets)
-            return self.transform(given, **self._rng)
+    def _called(
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
+    ) -> Any:
+        if not self.draws_globally or "torch" in sys.modules:
+            return self._drawn(image, targets, key)
+        # It may write into what it is given.
+        return drawn(lambda: self._drawn(*copy.deepcopy((image, targets)), key))
 
-    def _keyed_reach(self, key: Key) -> contextlib.AbstractContextManager[None]:
-        if self._reached:
-            return self._reached.keyed((int(key[0]), int(key[1])))
-        return _NOTHING
-
-    def _seed(self, key: Key) -> None:
-        """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
+    def _drawn(
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
+    ) -> Any:
+        """Call it on an image, under a key: to seed what it is handed takes 5 µs, the process 20 to 55 more."""
         k0 = int(key[0])
         k1 = int(key[1])
         if self.kind == "albumentations":
@@ -278,6 +254,15 @@ class SampleTransform:
             seed_opencv(k0)  # its randn and kmeans
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
+        with self._reached.keyed((k0, k1)):
+            if not isinstance(image, np.ndarray):
+                return _crop_first(self.transform, *image)
+            if self.kind == "albumentations":
+                return by_pipeline(self.transform, image, targets)
+            given = in_form(image, self._form)
+            if targets:
+                return by_torchvision(self.transform, given, targets)
+            return self.transform(given, **self._rng)
 
 
 def _split_program(

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import PADDING
+from raypipe.stores.arrow_values import as_classes, is_integer
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.numbers import MAX_LABEL
 from raypipe.transform.fields import LABEL, MicroBatch
 
 NO_LABEL = int(np.iinfo(np.int64).min)
@@ -91,18 +90,12 @@ def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
 
 def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
     """Labels as classes, int64 (n,); NO_LABEL where one is none."""
-    if not pa.types.is_integer(labels.type):
+    if not is_integer(labels.type):
         raise ConfigError(
             f"{store.address} has labels of {labels.type}, which are not classes: name label in store.columns, "
             "and declare its type in the schema of the store's class"
         )
-    if labels.type == pa.uint64():
-        fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
-        labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
-    labels = labels.cast(pa.int64())
-    if labels.null_count:
-        labels = labels.fill_null(NO_LABEL)
-    return labels.to_numpy()
+    return as_classes(labels).fill_null(NO_LABEL).to_numpy()
 
 
 def read_by_reader(batches: Sequence[MicroBatch], given: Columns) -> list[MicroBatch]:

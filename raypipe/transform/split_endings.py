@@ -35,11 +35,10 @@ def take_endings(
         without_endings[split], ending = _taken(transform, config.final_size)
         if ending:
             endings[split] = ending
-    for split in transforms.keys() - endings.keys():
-        for other_split, ending in endings.items():
-            _check_agreement(split, transforms[split], other_split, ending)
-            endings[split] = replace(ending, because="", is_own=False)
-            break
+    for split in transforms.keys() - endings.keys() if endings else ():
+        ((other_split, ending),) = endings.items()
+        _check_agreement(split, transforms[split], other_split, ending)
+        endings[split] = replace(ending, because="", is_own=False)
     return without_endings, endings
 
 
@@ -89,31 +88,27 @@ def _taken_from_views(
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
     without_endings = dict[str, Any]()
-    endings = dict[str, Ending | None]()  # It has one entry, of the first view.
+    found = list[tuple[str, Ending | None]]()
     for name, view in find_views(views, size).items():
         taken = [_taken(transform, size) for transform in view.transforms]
         kept = tuple(transform for transform, _ in taken)
         without_endings[name] = replace(view, transforms=kept)
         for transform, (_, ending) in zip(view.transforms, taken, strict=True):
-            if _is_named(transform):
-                continue
-            first = next(iter(endings), name)
-            first_ending = endings.setdefault(first, ending)
-            if _numbers_of(ending) != _numbers_of(first_ending):
-                raise ConfigError(
-                    f"view {name!r} ends with {_described(ending)}, and view {first!r} with "
-                    f"{_described(first_ending)}: end the pipelines of all views alike"
-                )
-    return without_endings, next(iter(endings.values()), None)
+            if not _is_named(transform):
+                found.append((name, ending))
+    first_name, first = found[0] if found else ("", None)
+    for name, ending in found:
+        if (ending and ending.described) != (first and first.described):
+            raise ConfigError(
+                f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with "
+                f"{_described(first)}: end the pipelines of all views alike"
+            )
+    return without_endings, first
 
 
 def _is_named(transform: Any) -> bool:
     """True for a preset, or nothing."""
     return transform is None or (isinstance(transform, str) and ":" not in transform)
-
-
-def _numbers_of(ending: Ending | None) -> str:
-    return ending.described if ending else ""
 
 
 def _described(ending: Ending | None) -> str:

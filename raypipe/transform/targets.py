@@ -28,9 +28,10 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.numbers import exactly
+from raypipe.stores.numbers import exactly, stored_numbers
 from raypipe.transform.decode.image_header import damage_in, image_kind, png_of_pixels
 from raypipe.transform.fields import Field
+from raypipe.transform.pipelines import is_compose
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -42,7 +43,7 @@ OUTSIDE = -2
 _MAX_LABEL = 1 << 24
 
 
-def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
+def decode_mask(data: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
     """Decode a mask: a PNG of 8-bit grayscale, or a palette's indices, or one bit, as 0 and 1.
 
     Args:
@@ -168,7 +169,7 @@ def _rows(struct: Mapping[str, Any]) -> list[list[Any]]:
     return [[*box, label] for box, label in zip(boxes, labels, strict=True)]
 
 
-def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
+def decode_keypoints(value: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
     """Decode the keypoints of a sample, in their order; they may be outside the image.
 
     Args:
@@ -229,7 +230,7 @@ class Target:
     Attributes:
         keyword: Albumentations' name for it.
         width: numbers of each box or keypoint, the last of which is a label; 0 = a mask.
-        decode: (stored value, (height, width) of the image) → the pipeline's input.
+        decode: (stored value, (height, width) of the image, format of boxes) → the pipeline's input.
     """
 
     keyword: str
@@ -324,11 +325,10 @@ def decode_targets(
         size: (height, width) of the image.
         boxes_format: see `TransformConfig`.
     """
-    decoded = {}
-    for name, column in targets.items():
-        options = {"boxes_format": boxes_format} if name == "boxes" else {}
-        decoded[name] = TARGETS[name].decode(columns[column], size, **options)
-    return decoded
+    return {
+        name: TARGETS[name].decode(columns[column], size, boxes_format)
+        for name, column in targets.items()
+    }
 
 
 def _numbers(value: Any, target_name: str, fields: str) -> np.ndarray:
@@ -338,16 +338,11 @@ def _numbers(value: Any, target_name: str, fields: str) -> np.ndarray:
         raise SampleError(f"the {target_name} have no value")
     try:
         # No label ends with the byte of a bracket, or of a space: it would be 1e17, or a fraction.
-        if isinstance(value, str) or (
-            isinstance(value, bytes) and value.rstrip().endswith(b"]")
-        ):
-            value = json.loads(value) if value.strip() else []
-        elif isinstance(value, bytes):
-            value = np.frombuffer(value, "<f4") if value else []
-        numbers = exactly(value)
-        if numbers.dtype.kind not in "biuf":
-            raise TypeError(f"they hold {numbers.dtype}")
-        numbers = exactly(numbers, np.float64)
+        if isinstance(value, bytes) and value.rstrip().endswith(b"]"):
+            value = value.decode()
+        if isinstance(value, str) and not value.strip():
+            value = []
+        numbers = exactly(stored_numbers(value, "f4"), np.float64)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SampleError(f"the {target_name} are not numbers: {error}") from error
     if not numbers.size:
@@ -374,8 +369,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
     """
     if transform is None:
         return None
-    library = sys.modules.get("albumentations")
-    if library is None or type(transform) is not library.Compose:
+    if not is_compose(transform):
         package = type(transform).__module__.partition(".")[0]
         kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
@@ -383,6 +377,7 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             "Compose or a pipeline of torchvision.transforms.v2, and the transform is a "
             f"{kind}: write it as one of these, name a preset, or leave it out"
         )
+    library = sys.modules["albumentations"]
     processor = transform.processors.get("bboxes")
     params = None
     boxes = "boxes" in targets

@@ -56,7 +56,7 @@ def rng_parameter(transform: Any) -> str | None:
 def copied(code: Any) -> Any:
     """A copy of a user's code with its own state, as far as it can be copied; else the code itself."""
     if isinstance(code, types.FunctionType) and code.__closure__:
-        cells = tuple(types.CellType(copied(content)) for content in _contents(code))
+        cells = tuple(types.CellType(copied(content)) for content in contents(code))
         twin = types.FunctionType(
             code.__code__, code.__globals__, code.__name__, code.__defaults__, cells
         )
@@ -75,9 +75,10 @@ def copied(code: Any) -> Any:
         return code
 
 
-def _contents(function: types.FunctionType) -> Iterator[Any]:
+def contents(function: types.FunctionType) -> Iterator[Any]:
+    """The values of a function's closure; None for a name that is bound later."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that is bound later
+        except ValueError:
             yield None

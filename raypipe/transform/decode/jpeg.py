@@ -54,13 +54,10 @@ def decode_jpeg(
     data: bytes, size: tuple[int, int], min_side: int | None = None
 ) -> np.ndarray:
     """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `rgb.decode`."""
-    if min_side and min(size) >= 2 * min_side:
-        short_side = min_side
-    else:
+    image = None
+    short_side = min_side or 0
+    if not short_side or min(size) < 2 * short_side:
         short_side = 0
-    if short_side:
-        image = None
-    else:
         image = _by_extension(data, (0, 0, *size), extra_columns=0)
     return decode_jpeg_at(data, short_side) if image is None else image
 

@@ -183,10 +183,10 @@ class _LightningEpochs(SharedEpochs):
         if (
             split == "val"
             and trainer is not None
-            and self._epoch
+            and self.epoch
             and _has_trained(trainer.fit_loop)
         ):
-            self._epoch.train.leave()  # Lightning does not tell its iterator
+            self.epoch.train.leave()  # Lightning does not tell its iterator
         return super().next(split)
 
 

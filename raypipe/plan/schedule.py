@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,8 @@ from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.plan.skipped import NOTHING, Skipped
 
 _SPLIT_CODE = {"train": 0, "val": 1}
+WHOLE = (0, 1)
+"""The share of a single rank: rank 0 of 1."""
 _NUM_SCANNED = 1 << 18  # draws that `places_of` makes at once
 
 
@@ -74,6 +77,12 @@ class Segment:
         """Number of steps that are delivered."""
         return self.num_steps - self.first_step - self.skipped.count
 
+    def behind(self, step: int) -> Segment:
+        """Return the rest of it behind so many steps of the pass."""
+        first = min(max(self.first_step, step), self.num_steps)
+        skipped = self.skipped.within(first, self.num_steps)
+        return replace(self, first_step=first, skipped=skipped)
+
     def step_of(self, number: int) -> int:
         """Return the step that is delivered after so many others."""
         return self.skipped.step_after(self.first_step, number)
@@ -93,9 +102,7 @@ class Plan:
         order_fingerprint: 16 hex digits over everything that determines the order, except skipped steps.
         kept: which samples of each store these are.
         sources: names of a mixture's stores.
-        end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
-            cut off.
-        single: the schedule's only segment, see `only`; None = it has all of the run's.
+        schedule: the only segments of the schedule, see `until` and `only`; None = it has all of the run's.
     """
 
     config: PlanConfig
@@ -107,8 +114,7 @@ class Plan:
     order_fingerprint: str
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
-    end_step: int | None = None
-    single: Segment | None = None
+    schedule: tuple[Segment, ...] | None = None
 
     @staticmethod
     def of(
@@ -189,11 +195,17 @@ class Plan:
         `cursor_at(a)` on, equals the plan cut off at b.
         """
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
-        return replace(self, end_step=step)
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        before = takewhile(lambda segment: segment.epoch < epoch, self._passes(0))
+        schedule = list(before)
+        if rest:
+            cut = replace(self.training_of(epoch), num_steps=rest)
+            schedule.append(cut.behind(0))
+        return replace(self, schedule=tuple(schedule))
 
     def only(self, segment: Segment) -> Plan:
-        """Return this plan with a single segment for its schedule, from any cursor: to repeat a validation."""
-        return replace(self, single=segment)
+        """Return this plan with a single segment for its schedule: to repeat a validation."""
+        return replace(self, schedule=(segment,))
 
     @property
     def num_train(self) -> int:
@@ -290,18 +302,12 @@ class Plan:
             return self.cursor(cursor.epoch, self.steps_per_epoch)
         return cursor
 
-    def training_of(
-        self, epoch: int, first_step: int = 0, num_steps: int | None = None
-    ) -> Segment:
-        """Return an epoch's training, or the rest of it from a step on.
-
-        Args:
-            num_steps: steps of the epoch before which it is cut off; None = it is not.
-        """
-        begin = epoch * self.steps_per_epoch
-        end = self.steps_per_epoch if num_steps is None else num_steps
-        skipped = self.skipped.within(begin + first_step, begin + end).moved(-begin)
-        return Segment("train", epoch, first_step, end, skipped)
+    def training_of(self, epoch: int, first_step: int = 0) -> Segment:
+        """Return an epoch's training, or the rest of it from a step on."""
+        num_steps = self.steps_per_epoch
+        begin = epoch * num_steps
+        skipped = self.skipped.within(begin, begin + num_steps).moved(-begin)
+        return Segment("train", epoch, 0, num_steps, skipped).behind(first_step)
 
     def check(self, cursor: Cursor) -> None:
         """Raise CursorError unless the cursor is a place of this plan."""
@@ -345,83 +351,68 @@ class Plan:
 
     def segments(self, start: Cursor | MicroBatchId) -> Iterator[Segment]:
         """The rest of the schedule, from a cursor, or from the step of a micro-batch, on."""
-        if isinstance(start, MicroBatchId):
-            yield from self._from_place(start)
+        epoch = start.epoch
+        step = start.step
+        if isinstance(start, Cursor):
+            self.check(start)
+        elif start.split == "val":
+            # it may come where the schedule has none
+            yield Segment("val", epoch, step, self.val_steps)
+            epoch += 1
+            step = 0
+        for segment in self._passes(epoch):
+            if segment.split == "train" and segment.epoch == epoch:
+                segment = segment.behind(step)
+            if segment.num_delivered:
+                yield segment
+
+    def _passes(self, first_epoch: int) -> Iterator[Segment]:
+        """The segments of the schedule from an epoch on; of a training maybe without steps."""
+        if self.schedule is not None:
+            yield from (one for one in self.schedule if one.epoch >= first_epoch)
             return
-        self.check(start)
-        if self.single:
-            yield self.single
-            return
-        if self.end_step is None:
-            last_step = self.config.epochs * self.steps_per_epoch
-        else:
-            last_step = self.end_step
-        for epoch in range(start.epoch, self.config.epochs):
-            first = start.step if epoch == start.epoch else 0
-            num_steps = min(
-                self.steps_per_epoch, last_step - epoch * self.steps_per_epoch
-            )
-            if num_steps <= 0:
-                return
-            training = self.training_of(epoch, min(first, num_steps), num_steps)
-            if training.num_delivered:
-                yield training
-            if self.has_val(epoch) and num_steps == self.steps_per_epoch:
+        for epoch in range(first_epoch, self.config.epochs):
+            yield self.training_of(epoch)
+            if self.has_val(epoch):
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def _from_place(self, place: MicroBatchId) -> Iterator[Segment]:
-        """The schedule from a step on; a validation may come where the schedule has none."""
-        cursor = self.cursor(place.epoch, place.step)
-        if self.single:
-            rest = self.single.skipped.within(place.step, self.single.num_steps)
-            yield replace(self.single, first_step=place.step, skipped=rest)
-            return
-        if place.split == "val":
-            yield Segment("val", place.epoch, place.step, self.val_steps)
-            cursor = self.cursor(place.epoch + 1, 0)
-        yield from self.segments(cursor)
-
     def micro_batches(
-        self, start: Cursor | MicroBatchId, first: int = 0
+        self,
+        start: Cursor | MicroBatchId,
+        first: int = 0,
+        share: tuple[int, int] = WHOLE,
     ) -> Iterator[MicroBatchId]:
-        """Yield the micro-batches from a cursor, or from the step of a place, on, in order.
+        """Yield the micro-batches of a share from a cursor, or from the step of a place, on, in order.
 
         Args:
             first: how many of them to leave out.
+            share: (rank, W): the micro-batches m of each step with m mod W = rank.
         """
-        per_step = self.config.per_step
         for segment in self.segments(start):
-            numbers = range(segment.num_delivered * per_step)
-            for number in numbers[first:]:
-                step, micro = divmod(number, per_step)
-                yield MicroBatchId(
-                    segment.split, segment.epoch, segment.step_of(step), micro
-                )
-            first = max(0, first - len(numbers))
+            num = segment.num_delivered * (self.config.per_step // share[1])
+            for number in range(first, num):
+                yield self.place_in(segment, number, share)
+            first = max(0, first - num)
 
-    def share(
-        self, start: Cursor | MicroBatchId, rank: int, world_size: int
-    ) -> Iterator[MicroBatchId]:
-        """Yield a rank's micro-batches: those m of each step with m mod W = its number."""
-        return (
-            place
-            for place in self.micro_batches(start)
-            if place.micro % world_size == rank
-        )
+    def place_in(
+        self, segment: Segment, number: int, share: tuple[int, int]
+    ) -> MicroBatchId:
+        """The place of the micro-batch of a share that comes after so many of a segment."""
+        rank, world_size = share
+        steps, turn = divmod(number, self.config.per_step // world_size)
+        step = segment.step_of(steps)
+        micro = rank + turn * world_size
+        return MicroBatchId(segment.split, segment.epoch, step, micro)
 
     def ends_split(self, place: MicroBatchId) -> bool:
         """Return whether a micro-batch's step is the last of its epoch's training, or of its validation."""
         if place.split == "val":
             return place.step + 1 == self.val_steps
-        end = self.steps_per_epoch
-        if self.end_step is not None:
-            end = min(end, self.end_step - place.epoch * end)
-        rest = self.training_of(place.epoch, place.step + 1, end)
-        return not rest.num_delivered
+        return not self.training_of(place.epoch, place.step + 1).num_delivered
 
     def num_micro_batches(self, start: Cursor | MicroBatchId) -> int:
         """Count the micro-batches from a place on, see `micro_batches`."""
-        if not (self.val_steps or self.single or self.end_step or self.config.skip):
+        if not (self.val_steps or self.schedule or self.config.skip):
             # a run of `raypipe.DataLoader` may have a million epochs
             num_steps = self.config.epochs * self.steps_per_epoch
             return (num_steps - self.global_step(start)) * self.config.per_step

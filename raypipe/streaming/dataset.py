@@ -81,13 +81,7 @@ def dataset(
     connect()
     supervisor = start_supervisor(spec.run, spec.log_format, watches=False)
     source = MicroBatchSource(
-        plan,
-        plan.start(),
-        spec.readers(),
-        supervisor,
-        names=spec.names,
-        reads_class=spec.columns.reads_class,
-        run=spec.run,
+        replace(spec, plan=plan), plan.start(), spec.readers(), supervisor
     )
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True

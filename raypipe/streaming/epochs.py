@@ -9,7 +9,8 @@ from typing import Protocol
 
 from raypipe.device.prefetcher import Batch
 from raypipe.mistakes import Unlike
-from raypipe.plan.schedule import Segment
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan, Segment
 
 _logger = logging.getLogger(__name__)
 
@@ -17,10 +18,11 @@ _logger = logging.getLogger(__name__)
 class _Source(Protocol):
     """Source of batches: the loader, which ends its stream when no batches hold it any more."""
 
-    @property
-    def accumulation_steps(self) -> int: ...
+    plan: Plan
+    rank: int
+    world_size: int
 
-    def _deliver(self, batches: Batches, number: int) -> Batch: ...
+    def _deliver(self, batches: Batches, place: MicroBatchId) -> Batch: ...
 
     def _finish(self, batches: Batches) -> None: ...
 
@@ -40,25 +42,23 @@ class Batches(Iterator[Batch]):
     Args:
         segment: its place in the plan; None = it is empty.
         source: the loader.
-        turn: the loader's number of the epoch that it hands out, to which they belong.
 
     Attributes:
         begun: whether any batch was asked for.
     """
 
-    def __init__(self, segment: Segment | None, source: _Source, turn: int) -> None:
+    def __init__(self, segment: Segment | None, source: _Source) -> None:
         self.segment = segment
-        self.turn = turn
         self.begun = False
         self._source = source
         self._num_taken = 0
         self._num_loops = 0
         self._was_left = False
         self._was_whole = False  # one loop has taken all of it
+        self._len = 0
         if segment:
-            self._len = segment.num_delivered * source.accumulation_steps
-        else:
-            self._len = 0
+            per_step = source.plan.config.per_step // source.world_size
+            self._len = segment.num_delivered * per_step
 
     def __len__(self) -> int:
         """Micro-batches in all, those that were taken included."""
@@ -78,23 +78,27 @@ class Batches(Iterator[Batch]):
         self._was_left = True
         self._source._leave_early(self)
 
-    def _is_look(self, also_in_loop: bool) -> bool:
+    def is_look(self, also_in_loop: bool) -> bool:
         """Return whether only the first batch was taken, by `next(iter(…))`, or also in a loop that continues."""
         return self._num_taken == 1 < self._len and (
             also_in_loop or not self._num_loops
         )
 
     def __next__(self) -> Batch:
-        if self._num_taken == self._len:
+        self.begun = True
+        if self.segment is None or self._num_taken == self._len:
             self._source._finish(self)
             raise StopIteration
-        batch = self._take(self._num_taken)
+        share = (self._source.rank, self._source.world_size)
+        place = self._source.plan.place_in(self.segment, self._num_taken, share)
+        batch = self._source._deliver(self, place)
         self._num_taken += 1
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
         if self.segment and self.segment.split == "val":
-            return self._all()
+            # of its own, since each loop gets all of it
+            return Batches(self.segment, self._source)._remaining()
         if self.segment and self._num_taken == self._len and self._was_whole:
             _logger.warning(
                 "all batches of epoch %d's training were taken, and a training comes once: this loop gets none. "
@@ -104,18 +108,8 @@ class Batches(Iterator[Batch]):
             )
         return self._remaining()
 
-    def _all(self) -> Iterator[Batch]:
-        num_taken = 0
-        try:
-            while num_taken < self._len:
-                num_taken += 1
-                yield self._take(num_taken - 1)
-        finally:
-            if num_taken < self._len:
-                self._source._leave_early(self)
-        self._source._finish(self)
-
     def _remaining(self) -> Iterator[Batch]:
+        self.begun = True
         self._num_loops += 1
         num_before = self._num_taken
         try:
@@ -126,10 +120,6 @@ class Batches(Iterator[Batch]):
             self._was_whole |= not num_before and self._num_taken == self._len
             if not self._num_loops and self._num_taken < self._len:
                 self._source._leave_early(self)
-
-    def _take(self, number: int) -> Batch:
-        self.begun = True
-        return self._source._deliver(self, number)
 
 
 @dataclass(frozen=True)

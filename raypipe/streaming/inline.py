@@ -35,7 +35,7 @@ def inline_batches(
     """
     hold(spec.stores.values())
     maker = maker or MicroBatchMaker(spec)
-    places = spec.plan.share(start, rank, world_size)
+    places = spec.plan.micro_batches(start, share=(rank, world_size))
     if maker.draws_globally or not spec.pool.max_actors:
         return (maker.batch(position) for position in places)
     return _by_threads(spec, maker, places)

@@ -182,10 +182,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._stream.lifetime.close_with(self)
         self.notice = Notice()
         self.stopping = False
-        self._ended_split = False  # whether the last batch did
         # The loop over the epochs that runs; None = none.
         self._loop: object | None = None
-        self._turn = 0  # the number of the epoch that was handed out last
         self._go_to(cursor)
         if begins:
             self._begin()
@@ -246,7 +244,6 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _go_to(self, cursor: Cursor | None) -> None:
         self._progress = Progress(self.plan, self.plan.start(cursor))
-        self._turn += 1
         self._is_recorded = False
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Batches] | None = None
@@ -259,7 +256,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
-        self.metrics.begin(start)
+        self.metrics.begin(self._progress)
         self._stream.open(next(self.plan.micro_batches(start), None))
 
     # Epochs and their batches
@@ -287,9 +284,9 @@ class Loader(Unlike, instead=_INSTEAD):
         All ranks iterate it. Where actors make the stream, they start again for it, and then for the training.
         """
         if not self.plan.val_steps:
-            return Batches(None, self, -1)
+            return Batches(None, self)
         epoch = max(0, self._progress.epoch)
-        return Batches(Segment("val", epoch, 0, self.plan.val_steps), self, -1)
+        return Batches(Segment("val", epoch, 0, self.plan.val_steps), self)
 
     def close(self) -> None:
         """End the stream and its record now, once the checkpoint under way is whole. A loader that was dropped
@@ -323,21 +320,21 @@ class Loader(Unlike, instead=_INSTEAD):
         self._stream.check()
         progress = self._progress
         if progress.segments:
-            self.metrics.settle(self.cursor)
+            self.metrics.settle()
             progress.leave_epoch()
-            self.metrics.move(self.cursor)
+            self.metrics.move()
             self.metrics.end_epoch(progress.epoch)
         if not self._is_recorded:
             self._is_recorded = True
             if isinstance(self._start, Checkpoint):
                 self._start = self._start._replace(state=b"")  # its memory
             self._begin_record()
-        self._turn += 1
+        self._training = None
         if not progress.next_epoch():
             self._stream.finish()
             return None
-        train = Batches(progress.segments.get("train"), self, self._turn)
-        val = Batches(progress.segments.get("val"), self, self._turn)
+        train = Batches(progress.segments.get("train"), self)
+        val = Batches(progress.segments.get("val"), self)
         self._training = weakref.ref(train)
         return Epoch(progress.epoch, train, val)
 
@@ -366,34 +363,22 @@ class Loader(Unlike, instead=_INSTEAD):
         validates = is_at_end and self.plan.has_val(cursor.epoch)
         self.metrics.run_log.begin(validates, settings, self._stream.supervisor, stream)
 
-    def _deliver(self, batches: Batches, number: int) -> Batch:
-        """The batch of a number of an epoch's training or of a validation."""
-        segment = batches.segment
-        assert segment
-        is_train = segment.split == "train"
-        if is_train and batches.turn != self._turn:
+    def _deliver(self, batches: Batches, place: MicroBatchId) -> Batch:
+        """The batch of a place of an epoch's training or of a validation."""
+        is_train = place.split == "train"
+        if is_train and not self._is_of_epoch(batches):
             raise RaypipeError(
-                f"the rest of epoch {segment.epoch}'s train batches was skipped when the next epoch was asked "
+                f"the rest of epoch {place.epoch}'s train batches was skipped when the next epoch was asked "
                 "for, or load_state_dict was called: take an epoch's training before the next epoch"
             )
-        steps, turn = divmod(number, self.accumulation_steps)
-        position = MicroBatchId(
-            segment.split,
-            segment.epoch,
-            segment.step_of(steps),
-            self.rank + turn * self.world_size,
-        )
         is_at_end = not is_train and self._is_at_end(batches)
-        self.metrics.begin_batch(batches.turn, segment.split, self.cursor)
-        if turn == 0:
+        self.metrics.begin_batch(place)
+        if place.micro == self.rank:
             self.notice.begin_step()
         with self._stream.failing():
-            batch = self._finished(self._stream.take(position))
+            batch = self._finished(self._stream.take(place))
         self._progress.take(batch, is_at_end)
-        self.metrics.move(self.cursor)
-        self._ended_split = batch.ends_split
-        if is_train and batch.ends_step:
-            self.metrics.end_step(batch.ends_split)
+        self.metrics.end_batch(batch)
         if self._digest_log:
             self._digest_log.add(batch)
         return batch
@@ -406,7 +391,7 @@ class Loader(Unlike, instead=_INSTEAD):
             epoch=position.epoch,
             step=self.plan.step_of_split(position),
         )
-        self.metrics.export(self.cursor)
+        self.metrics.export()
         self.metrics.num_bad += batch.num_bad
         strength = self.metrics.strength(self.plan.global_step(position))
         batch = self._device_stage(batch, strength)
@@ -440,6 +425,15 @@ class Loader(Unlike, instead=_INSTEAD):
                 f"ignore_index={target[row]}"
             )
 
+    def _is_in(self, epoch: Epoch) -> bool:
+        """Return whether an epoch was handed out last, and the loader was not told to continue elsewhere since."""
+        return self._training is not None and self._training() is epoch.train
+
+    def _is_of_epoch(self, batches: Batches) -> bool:
+        """Return whether batches are the training or the validation of the epoch under way."""
+        segments = self._progress.segments.values()
+        return any(batches.segment is segment for segment in segments)
+
     def _is_at_end(self, batches: Batches) -> bool:
         """Return whether a validation comes after its epoch's training, of which no loop takes more."""
         training = self._training() if self._training else None
@@ -450,17 +444,17 @@ class Loader(Unlike, instead=_INSTEAD):
     def _leave_early(self, batches: Batches) -> None:
         """A loop has left batches before their end; a forgotten loop may end at any later time."""
         segment = batches.segment
-        if segment is None or batches.turn != self._turn:
+        if segment is None or not self._is_of_epoch(batches):
             return
         if segment.split == "train" or self._is_at_end(batches):
             self._progress.leave_early(segment.split)
 
     def _finish(self, batches: Batches) -> None:
         """Batches were taken to their end."""
-        self.metrics.settle(self.cursor)
-        self.metrics.export(self.cursor, at_once=True)
+        self.metrics.settle()
+        self.metrics.export(at_once=True)
         segment = batches.segment
-        if segment is None or batches.turn != self._turn:
+        if segment is None or not self._is_of_epoch(batches):
             return
         if segment.split == "val":
             is_end = self._is_at_end(batches)
@@ -659,7 +653,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         if self._checkpoints:
             self._checkpoints.check()
-        is_end = self._ended_split
+        is_end = self._progress.ended_split
 
         def decide() -> tuple[tuple[bool, bool, bool], bool]:
             stops = self.metrics.run_log.stops
@@ -754,7 +748,7 @@ class Loader(Unlike, instead=_INSTEAD):
     @property
     def first_batch_s(self) -> float:
         """Seconds from the start of the stream to its first batch; 0 before it."""
-        return self.metrics.first_batch_s
+        return self.metrics.clock.first_batch_s
 
     @property
     def pool_has_begun(self) -> bool:
@@ -786,7 +780,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        return self.metrics.times(split)
+        return self.metrics.clock.times(split)
 
 
 def _facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:

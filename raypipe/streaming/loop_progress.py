@@ -1,11 +1,11 @@
-"""Progress of a rank in its run, and the place at which a resume continues. Pure."""
+"""Where a loop stands in its run: behind the batches that it has taken. Pure."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from raypipe.plan.places import Cursor, Split
+from raypipe.plan.places import Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan, Segment
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class Progress:
         start: that place.
         cursor: place after the last step of which all batches were taken, or after an epoch.
         epoch: the epoch that was begun last; before the first one the number before it.
-        segments: its segments; empty = no epoch is under way.
+        segments: its segments, in a mapping of its own; empty = no epoch is under way.
+        last: place of the batch that was taken last in this epoch; None = none was.
+        ended_split: whether that was the last one of a training, or of a validation.
         num_in_step: batches that were taken of the training step under way, behind the cursor.
     """
 
@@ -36,9 +38,15 @@ class Progress:
         self.cursor = start
         self.epoch = start.epoch - 1
         self.segments: Segments = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """No batch of the epoch was taken."""
+        self.last: MicroBatchId | None = None
+        self.ended_split = False
         self.num_in_step = 0
-        # the split that the loop has left early
-        self._left: Split | None = None
+        # where the loop goes on, since it has left batches of the epoch
+        self._behind: Cursor | None = None
 
     @property
     def is_at_end(self) -> bool:
@@ -47,8 +55,7 @@ class Progress:
 
     def next_epoch(self) -> bool:
         """Begin the epoch at the cursor; returns whether there is one."""
-        self._left = None
-        self.num_in_step = 0
+        self._begin()
         segments = self._plan.segments(self.cursor)
         by_epoch = groupby(segments, lambda segment: segment.epoch)
         for epoch, of_epoch in by_epoch:
@@ -60,42 +67,39 @@ class Progress:
 
     def leave_epoch(self) -> None:
         """Go behind the epoch, over what was not taken of it."""
-        if self.cursor.epoch > self.epoch:
-            return
-        if "val" in self.segments:
-            self._stand_at(self.epoch + 1, 0)
-        else:
-            self._stand_at(self.epoch, self.segments["train"].num_steps)
+        if self.cursor.epoch <= self.epoch:
+            self.cursor = self._after("val" if "val" in self.segments else "train")
 
     def leave_loop(self) -> None:
         """The loop over the epochs was left: the next one begins at the cursor."""
         self.segments = {}
 
     def take(self, batch: Batch, is_at_end: bool) -> None:
-        """Count a batch.
+        """Take a batch: its place is the loop's.
 
         Args:
             is_at_end: whether it belongs to the validation behind an epoch's training.
         """
-        place = batch.position
+        place = self.last = batch.position
+        self.ended_split = batch.ends_split
         if place.split == "train":
-            self._left = None
+            self._behind = None
             self.num_in_step += 1
-            segment = self.segments.get("train")
-            if batch.ends_split and segment:
+            if batch.ends_step:
+                self.num_in_step = 0
+                self.cursor = self._plan.cursor(place.epoch, place.step + 1)
+            if batch.ends_split:
                 # steps that are skipped after it are done
-                self._stand_at(place.epoch, segment.num_steps)
-            elif batch.ends_step:
-                self._stand_at(place.epoch, place.step + 1)
+                self.cursor = self._after("train")
         elif is_at_end:
-            if self._left:
-                self._left = "train"
+            if self._behind:
+                self._behind = self._after("train")
             if batch.ends_split and self.cursor.epoch <= place.epoch:
-                self._stand_at(place.epoch + 1, 0)
+                self.cursor = self._after("val")
 
     def leave_early(self, split: Split) -> None:
         """A loop has left the epoch's batches of a split before their end."""
-        self._left = split
+        self._behind = self._after(split)
 
     def place(self, is_in_loop: bool) -> Cursor:
         """Return the place from which a resume does what the loop would do next.
@@ -103,14 +107,13 @@ class Progress:
         Args:
             is_in_loop: whether the loop over the epochs continues; else the next one begins at the cursor.
         """
-        if not (is_in_loop and self._left and self.cursor.epoch == self.epoch):
-            return self._plan.normalized(self.cursor)
-        if self._left == "val":
-            after = self._plan.cursor(self.epoch + 1, 0)
-        else:
-            after = self._plan.cursor(self.epoch, self._plan.steps_per_epoch)
-        return self._plan.normalized(after)
+        is_left = is_in_loop and self.cursor.epoch == self.epoch
+        return self._plan.normalized((is_left and self._behind) or self.cursor)
 
-    def _stand_at(self, epoch: int, step: int) -> None:
-        self.cursor = self._plan.cursor(epoch, step)
-        self.num_in_step = 0
+    def _after(self, split: Split) -> Cursor:
+        """The place behind the epoch's training, or behind its validation."""
+        if split == "val":
+            return self._plan.cursor(self.epoch + 1, 0)
+        segment = self.segments.get("train")
+        end = segment.num_steps if segment else self._plan.steps_per_epoch
+        return self._plan.cursor(self.epoch, end)

@@ -14,14 +14,16 @@ import torch
 
 from raypipe import __version__
 from raypipe.config import AugmentConfig
+from raypipe.device.prefetcher import Batch
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization, mean_share
-from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
+from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
+from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.record.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
@@ -83,9 +85,7 @@ class LoaderMetrics:
         self._world_size = world_size
         self._augment = augment
         self._used_in_training = np.zeros(2)
-        # What the loop's last batch belonged to, and whether it ended an epoch's training, if it ended a step.
-        self._pass: tuple[int, Split] | None = None
-        self._ended_split: bool | None = None
+        self._is_step_due = False  # a step was handed out, and is not recorded yet
         self.begin_interval()
 
     def trace(self, address: str, seconds: float, run: str, rank: int) -> None:
@@ -107,26 +107,18 @@ class LoaderMetrics:
         """
         self.tell("recorded", kind, line, values)
 
-    def begin(self, cursor: Cursor) -> None:
-        """Begin the stream at a place, possibly again."""
-        self._start_step = self._plan.global_step(cursor)
-        self._diagnosed = cursor.epoch - 1
-        self._ended_split = None
+    def begin(self, progress: Progress) -> None:
+        """Begin the stream where a loop stands, possibly again."""
+        self._progress = progress
+        self._start_step = self._plan.global_step(progress.start)
+        self._diagnosed = progress.start.epoch - 1
+        self._is_step_due = False
         self.clock.begin()
-        self.move(cursor)
+        self.move()
 
-    def move(self, cursor: Cursor) -> None:
-        """The loop has reached a place."""
-        self.run_log.step = self._plan.global_step(cursor)
-
-    @property
-    def first_batch_s(self) -> float:
-        """Seconds from the start of the stream to its first batch; 0 before it."""
-        return self.clock.first_batch_s
-
-    def times(self, split: Split) -> StageTimes:
-        """See `Loader.times`."""
-        return self.clock.times(split)
+    def move(self) -> None:
+        """The loop has gone on."""
+        self.run_log.step = self._plan.global_step(self._progress.cursor)
 
     @contextlib.contextmanager
     def waiting(
@@ -137,7 +129,7 @@ class LoaderMetrics:
         Args:
             cause: names the cause of the wait.
         """
-        is_first = not self.first_batch_s
+        is_first = not self.clock.first_batch_s
         name = "the first batch" if is_first else str(position)
         self.tell("asked", position.split, name, cause)
         with self._until("arrived", position.split):
@@ -179,14 +171,15 @@ class LoaderMetrics:
             return self._augment.strength_at(self._plan.progress(done))
         return 0.0
 
-    def export(self, cursor: Cursor, at_once: bool = False) -> None:
-        """Export where the rank stands, after the step of a cursor, once a second or at once."""
+    def export(self, at_once: bool = False) -> None:
+        """Export where the rank stands, once a second or at once."""
         if not (at_once or self.prometheus.is_due()):
             return
+        cursor = self._progress.cursor
         step = self._plan.global_step(cursor)
         self.prometheus.record(
-            {"train": self.times("train"), "val": self.times("val")},
-            first_batch_s=self.first_batch_s,
+            {"train": self.clock.times("train"), "val": self.clock.times("val")},
+            first_batch_s=self.clock.first_batch_s,
             steps=step - self._start_step,
             trainer_step=step,
             trainer_epoch=cursor.epoch,
@@ -195,35 +188,30 @@ class LoaderMetrics:
 
     def begin_interval(self) -> None:
         """An interval of the training begins."""
-        self._before = self.times("train")
+        self._before = self.clock.times("train")
         self._since = time.perf_counter()
         self._samples_before = self._utilization.samples
 
-    def begin_batch(self, epoch: int, split: Split, cursor: Cursor) -> None:
-        """A batch of a split is asked for; one that comes after something else begins an interval.
+    def begin_batch(self, place: MicroBatchId) -> None:
+        """A batch is asked for; one of a training that comes after something else begins an interval."""
+        self.settle()
+        last = self._progress.last
+        if place.split == "train" and not (last and last.split == "train"):
+            self.begin_interval()
 
-        Args:
-            epoch: number of the loader's epoch, a new one each time.
-            cursor: where the loop stands.
-        """
-        self.settle(cursor)
-        if self._pass != (epoch, split):
-            self._pass = epoch, split
-            if split == "train":
-                self.begin_interval()
+    def end_batch(self, batch: Batch) -> None:
+        """The batch was handed out, and its compute begins."""
+        self.move()
+        self._is_step_due = batch.position.split == "train" and batch.ends_step
 
-    def end_step(self, ends_split: bool) -> None:
-        """The last batch of a training step was handed out, and its compute begins."""
-        self._ended_split = ends_split
-
-    def settle(self, cursor: Cursor) -> None:
+    def settle(self) -> None:
         """Record the training up to the batch that was handed out last, if due: its compute has ended."""
-        ended_split = self._ended_split
-        self._ended_split = None
-        if ended_split is None or math.isinf(self.interval_s):
-            return
-        if ended_split or time.perf_counter() - self._since >= self.interval_s:
-            self.interval(cursor)
+        is_step_due = self._is_step_due
+        self._is_step_due = False
+        is_late = time.perf_counter() - self._since >= self.interval_s
+        is_due = is_late or self._progress.ended_split
+        if is_step_due and is_due and math.isfinite(self.interval_s):
+            self.interval()
 
     def end_epoch(self, epoch: int) -> None:
         """Diagnose an epoch at its end, once, unless the loop does."""
@@ -231,10 +219,8 @@ class LoaderMetrics:
             self._diagnosed = epoch
             self.diagnose(epoch)
 
-    def interval(
-        self, cursor: Cursor, shows: bool = False, **learned: float
-    ) -> dict[str, float]:
-        """Record the training up to a cursor, since the last call or the epoch's begin.
+    def interval(self, shows: bool = False, **learned: float) -> dict[str, float]:
+        """Record the training since the last call or the epoch's begin.
 
         Args:
             shows: also print it.
@@ -243,7 +229,8 @@ class LoaderMetrics:
         Returns:
             Its images, on all ranks; its seconds, `train_s`; and those that rank 0 waited for data, `wait_s`.
         """
-        times = self.times("train") - self._before
+        cursor = self._progress.cursor
+        times = self.clock.times("train") - self._before
         seconds = time.perf_counter() - self._since
         samples = self._utilization.samples - self._samples_before
         self._used_in_training = self._used_in_training + samples
@@ -264,7 +251,7 @@ class LoaderMetrics:
             last_step = TrainStep(self._plan.global_step(cursor) - 1)
             values["strength"] = self.strength(last_step)
         values["num_bad"] = self.num_bad
-        values |= _remembered(times, self.times("val"))
+        values |= _remembered(times, self.clock.times("val"))
         line = self._line(cursor, values) if shows else ""
         self.tell("recorded", "train", line, values)
         return {"images": images, "train_s": seconds, "wait_s": times.wait_s}
@@ -285,7 +272,7 @@ class LoaderMetrics:
 
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
-        times = self.times("train")
+        times = self.clock.times("train")
         used = mean_share(self._used_in_training)
         ready = self.run_log.ready()
         situation = Situation(
@@ -299,7 +286,7 @@ class LoaderMetrics:
             is_run=self.is_run,
             gpu_utilization=used,
         )
-        remembered = _remembered(times, self.times("val"))
+        remembered = _remembered(times, self.clock.times("val"))
         sentences = [*diagnose(times, situation), *_in_words(remembered)]
         text = " ".join(filter(None, sentences))
         is_last = epoch + 1 == self._plan.config.epochs

@@ -111,23 +111,16 @@ def block_dataset(
         actors,
         spec.traces,
     )
-    max_bytes, max_bytes_remembered = _block_bytes(spec, settings)
     source = MicroBatchSource(
-        spec.plan,
+        spec,
         start,
         readers,
         supervisor,
-        names=spec.names,
-        reads_class=spec.columns.reads_class,
         ranks=world_size,
-        share=spec.share,
         block=pool.micro_batches_per_block,
         largest=largest,
-        max_bytes=max_bytes,
-        max_bytes_remembered=max_bytes_remembered,
-        run=spec.run,
+        max_bytes=_block_bytes(spec, settings),
         num_first=num_first,
-        traces=spec.traces,
     )
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(

@@ -75,38 +75,39 @@ def check_format(loader: Loader, format: Format) -> None:
 
 
 class SharedEpochs:
-    """The place of both loaders in the one stream that they share."""
+    """The epochs of the one stream that both loaders share.
+
+    Attributes:
+        loader: the loader of the stream.
+        epoch: the epoch under way; None = none is: the loader stands where it was told to continue.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
-        self._was_given = False  # the epoch's training, to a loop
+
+    @property
+    def epoch(self) -> Epoch | None:
+        epoch = self._epoch
+        return epoch if epoch and self.loader._is_in(epoch) else None
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
         self.rewind_look(split == "train")
-        # The loader may have been told to continue elsewhere.
-        if self._epoch and self._epoch.train.turn != self.loader._turn:
-            self._epoch = None
+        epoch = self.epoch
+        # After a resume before a validation, the rest of the epoch's training is empty.
+        if epoch is None or (split == "train" and epoch.train.begun):
+            epoch = self._next_epoch()
         if split == "train":
-            # After a resume before a validation, the rest of the epoch's training is empty.
-            while self._epoch is None or self._was_given:
-                self._next_epoch()
-                if self._epoch is None:
-                    epochs = self.loader.plan.config.epochs
-                    raise ConfigError(
-                        f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs"
-                    )
-            self._was_given = True
-            return self._epoch.train
-        if self._epoch is None:
-            self._next_epoch()
+            if epoch is None:
+                epochs = self.loader.plan.config.epochs
+                raise ConfigError(
+                    f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs"
+                )
+            return epoch.train
         # The plan may have none here; it is a pure function, so there is one wherever a loop wants it.
-        has_own = self._epoch is not None and len(self._epoch.val)
-        if self._epoch and has_own:
-            return self._epoch.val
-        return self.loader.validation()
+        return epoch.val if epoch and len(epoch.val) else self.loader.validation()
 
     def rewind_look(self, is_new_loop: bool) -> None:
         """Go back to the start of an epoch of which only the first batch was taken: a look costs nothing.
@@ -114,49 +115,41 @@ class SharedEpochs:
         Args:
             is_new_loop: whether a loop begins, and so ends any that has taken that batch.
         """
-        epoch = self._epoch
-        if epoch is None or epoch.train.turn != self.loader._turn:
-            return
-        segment = epoch.train.segment
-        if segment and epoch.train._is_look(is_new_loop):
-            start = self.loader.plan.cursor(epoch.number, segment.first_step)
+        epoch = self.epoch
+        if epoch and epoch.train.segment and epoch.train.is_look(is_new_loop):
+            first_step = epoch.train.segment.first_step
+            start = self.loader.plan.cursor(epoch.number, first_step)
             self.loader.load_state_dict(asdict(start))
 
     def go_to(self, epoch: int, num_steps: int) -> None:
         """Let the next training be what comes after so many steps of an epoch; nothing happens if it is."""
-        current = self._epoch
-        if current is None or current.train.turn != self.loader._turn:
-            upcoming = self.loader.cursor.epoch, self.loader.cursor.step
-        elif self._was_given:
-            upcoming = current.number + 1, 0
-        elif current.train.segment:
-            upcoming = current.number, current.train.segment.first_step
-        else:
-            upcoming = current.number, self.loader.plan.steps_per_epoch
         plan = self.loader.plan
+        upcoming = plan.normalized(self.loader.cursor)
+        if self.epoch and self.epoch.train.begun:
+            upcoming = plan.cursor(self.epoch.number + 1, 0)
         step = plan.training_of(epoch).step_of(num_steps)
         # either may be the first of some that are skipped
-        if (epoch, step) != (upcoming[0], plan.training_of(*upcoming).step_of(0)):
+        next_step = plan.training_of(upcoming.epoch, upcoming.step).step_of(0)
+        if (epoch, step) != (upcoming.epoch, next_step):
             self.loader.load_state_dict(asdict(plan.cursor(epoch, step)))
 
     @property
     def num_steps(self) -> int:
         """Training steps, without skipped ones, of the epoch under way; after its last batch, of the next."""
         plan = self.loader.plan
-        current = self._epoch
-        if current is None or current.train.turn != self.loader._turn:
-            cursor = self.loader.cursor
-            number = cursor.epoch + (cursor.step == plan.steps_per_epoch)
-        else:
-            number = current.number + (self._was_given and not current.train.is_open)
+        cursor = self.loader.cursor
+        number = cursor.epoch + (cursor.step == plan.steps_per_epoch)
+        if self.epoch:
+            train = self.epoch.train
+            number = self.epoch.number + (train.begun and not train.is_open)
         return plan.training_of(min(number, plan.config.epochs - 1)).num_delivered
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self) -> Epoch | None:
         self._epoch = next(self._epochs, None)
         if self._epoch is None:
             # there are more again after a load_state_dict
             self._epochs = self.loader.epochs()
-        self._was_given = False
+        return self._epoch
 
 
 class PlainLoader:

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice, takewhile
 from typing import Any
 
 from raypipe.device.prefetcher import Batch
@@ -79,9 +80,8 @@ class RankStream:
         self._metrics = metrics
         self._pool = pool
         self._batches: Iterator[Batch] | None = None
-        # The one that comes next, and those after it; None = all were taken.
+        # The place that comes next; None = all were taken.
         self._next: MicroBatchId | None = None
-        self._later: Iterator[MicroBatchId] = iter(())
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
 
     @property
@@ -102,29 +102,32 @@ class RankStream:
     def open(self, start: MicroBatchId | None) -> None:
         """Open the stream at the step of a place; None = nothing is left of the schedule."""
         host: Iterator[MicroBatch] = iter(())
-        self._later = iter(())
+        pool = self._pool if start else None
+        self._next = None
         if start:
-            if self._pool:
-                self._pool.on_start = self._started
-                self._pool.waited_s = self._metrics.run_log.waited_s
+            if pool:
+                pool.on_start = self._started
+                pool.waited_s = self._metrics.run_log.waited_s
             with self.failing():
                 host = self._open_at(start)
-            self._later = self._plan.share(start, self._rank, self._world_size)
-        self._next = next(self._later, None)
+            self._next = next(self._places(start), None)
         self._batches = batches = self._on_device(host)
         ends = ExitStack()
         ends.callback(_close, self.lifetime, host)
         ends.callback(self._metrics.tell, "ended")
         ends.callback(_close, self.lifetime, batches, host)
-        if self._pool:
+        if pool:
             # neither is to keep the other once the stream has ended
-            ends.callback(setattr, self._pool, "on_start", _nothing)
-        if self._pool:
-            self._metrics.actors = self._pool.actors
-        is_of_pool = start is not None and self._pool is not None
-        self.lifetime.begin(ends, is_of_pool)
-        if not is_of_pool:
+            ends.callback(setattr, pool, "on_start", _nothing)
+            self._metrics.actors = pool.actors
+        self.lifetime.begin(ends, pool is not None)
+        if pool is None:
             self._metrics.tell("opened", None)
+
+    def _places(self, start: MicroBatchId, first: int = 0) -> Iterator[MicroBatchId]:
+        """This rank's places from the step of one on, without the first few."""
+        share = (self._rank, self._world_size)
+        return self._plan.micro_batches(start, first, share)
 
     def _started(self) -> None:
         """The pool of the stream starts."""
@@ -173,7 +176,6 @@ class RankStream:
             raise RaypipeError(
                 f"rank {self._rank} expected {position}, the stream {got}: please report this as a bug"
             )
-        self._next = next(self._later, None)
         return batch
 
     def finish(self) -> None:
@@ -183,8 +185,7 @@ class RankStream:
         if self._is_shared:
             self._leave_training()
             self._tell_of_validation(None)
-            while self._next:
-                self._discard()
+            self._discard_until(None)
         if self._next is None:
             # it may do something more at its end
             further = self._take()
@@ -206,8 +207,13 @@ class RankStream:
                 return batch
 
     def _take(self) -> Batch | None:
+        """The stream's next batch; None = it has ended."""
         assert self._batches is not None
-        return next(self._batches, None)
+        batch = next(self._batches, None)
+        if self._next and batch is not None:
+            taken = self._next.micro // self._world_size + 1
+            self._next = next(self._places(self._next, taken), None)
+        return batch
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""
@@ -225,13 +231,9 @@ class RankStream:
             if self._next and _pass(self._next) < _pass(position):
                 self._leave_training()
             self._tell_of_validation(position)
-        num = self._num_before(position)
-        if num is None:
+        if not self._comes_soon(position):
             self._open_again(position)
-            # it begins at the step
-            num = _turn(position, self._world_size)
-        for _ in range(num):
-            self._discard()
+        self._discard_until(position)
 
     @property
     def _is_shared(self) -> bool:
@@ -268,36 +270,32 @@ class RankStream:
         """Images that the pool makes in the time that its start takes: a skip of fewer reads on."""
         return _START_IMAGES * self._pool.actors if self._pool else 0
 
-    def _num_before(self, position: MicroBatchId) -> int | None:
-        """Return how many come before the one at a place; None = it does not come, or is far."""
-        if self._next is None or _pass(self._next) > _pass(position):
-            return None
-        most: int | None = None
+    def _comes_soon(self, position: MicroBatchId) -> bool:
+        """Return whether a place comes, and is near; for ranks that share an execution none is far."""
+        upcoming = self._next
+        if upcoming is None or upcoming == position:
+            return upcoming is not None
+        most = None
         if not self._is_shared:
             per_place = self._world_size * self._plan.config.micro_batch_size
-            most = self._start_images // per_place
-        upcoming = self._plan.share(self._next, self._rank, self._world_size)
-        num = -_turn(self._next, self._world_size)
-        for place in upcoming:
-            if place == position:
-                return num if num >= 0 else None
-            if _pass(place) > _pass(position) or (most is not None and num >= most):
-                return None
-            num += 1
-        return None
+            most = self._start_images // per_place + 1
+        places = self._places(upcoming, upcoming.micro // self._world_size)
+        of_passes = takewhile(lambda place: _pass(place) <= _pass(position), places)
+        return position in islice(of_passes, most)
 
     def _open_again(self, position: MicroBatchId) -> None:
         """Open the stream at the step of a micro-batch."""
         self.lifetime.end(MOVED)
         self.open(position)
 
-    def _discard(self) -> None:
-        if self._take() is None:
-            self.check()
-            raise RaypipeError(
-                f"rank {self._rank}: the stream ended early: please report this as a bug"
-            )
-        self._next = next(self._later, None)
+    def _discard_until(self, position: MicroBatchId | None) -> None:
+        """Read on until a place comes next; None = to the stream's end."""
+        while self._next != position:
+            if self._take() is None:
+                self.check()
+                raise RaypipeError(
+                    f"rank {self._rank}: the stream ended early: please report this as a bug"
+                )
 
 
 def _nothing() -> None:
@@ -307,11 +305,6 @@ def _nothing() -> None:
 def _pass(place: MicroBatchId) -> tuple[int, bool]:
     """The order of the pass of a place: its epoch, and whether it is the validation."""
     return place.epoch, place.split == "val"
-
-
-def _turn(place: MicroBatchId, world_size: int) -> int:
-    """Return how many micro-batches of its rank come before it in its step."""
-    return place.micro // world_size
 
 
 def _close(lifetime: Lifetime, batches: Any, source: Any = None) -> None:

@@ -312,7 +312,9 @@ class ResidentImages:
         """Open a rank's stream at a place."""
         if self._is_hashed:
             return inline_batches(self._spec, start, rank, world_size)
-        return map(self._mapped, self._spec.plan.share(start, rank, world_size))
+        share = (rank, world_size)
+        places = self._spec.plan.micro_batches(start, share=share)
+        return map(self._mapped, places)
 
     def _mapped(self, position: MicroBatchId) -> MicroBatch:
         """The micro-batch of a place, with maps and without images."""

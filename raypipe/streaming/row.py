@@ -220,16 +220,12 @@ def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
         while True:
             with traced("split") as arrival:
                 row = next(row_iterator, None)
-                if arrival is not None and row is not None:
-                    arrival += _places_of(row)
+                batches = [] if row is None else list(batches_of(row))
+                if arrival is not None:
+                    arrival += [batch.position for batch in batches]
             if row is None:
                 return
-            yield from batches_of(row)
             del row
-
-
-def _places_of(row: Mapping[str, Any]) -> Block:
-    """The places of a finished row."""
-    (step,) = row["step"].tolist()
-    (micro,) = row["micro"].tolist()
-    return _places(row["split"][0], row["epoch"][0], step, micro)
+            yield from batches
+            # the block's memory is to be free before the next one arrives
+            del batches

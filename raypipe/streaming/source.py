@@ -29,7 +29,6 @@ from raypipe.errors import ResourceError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
-from raypipe.plan.schedule import Plan
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import sending_trace
 from raypipe.storage.retries import Threads, outages_s
@@ -37,7 +36,7 @@ from raypipe.stores.base import Columns, Store, name_of
 from raypipe.stores.in_memory import hold
 from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, source_row
-from raypipe.transform.fields import LABEL
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.samples import joined, read_samples
 
 # What two cores transform in half a second, in this many rows at most.
@@ -46,59 +45,50 @@ _MAX_AHEAD = 16
 
 
 class MicroBatchSource(Datasource):
-    """A plan's schedule from a place on, as lazy ReadTasks in the order of the stream.
+    """A stream's schedule from a place on, as lazy ReadTasks in the order of the stream.
 
     Args:
+        spec: the stream.
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, to which readers report their start; None = no report.
         ranks: number of ranks that get the rows in turn.
-        share: (rank, W), the share of the schedule that it has, see `StreamSpec`.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
-        largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
-        max_bytes_remembered: bytes of a block of a split that is remembered.
-        names: the columns that readers read of samples, see `StreamSpec.names`.
-        reads_class: whether the label is one of them, and a class.
-        run: name of the run, for metrics.
+        largest: micro-batches of a block; 0 = any number.
+        max_bytes: bytes of a block, and of one of a split that is remembered.
         num_first: micro-batches from the start on that the ranks make themselves.
-        traces: whether readers record events for a trace.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        spec: StreamSpec,
         start: Cursor | MicroBatchId,
         readers: dict[Split, Store],
         supervisor: Any = None,
         *,
-        names: tuple[str, ...] = ("image", LABEL),
-        reads_class: bool = True,
         ranks: int = 1,
-        share: tuple[int, int] = (0, 1),
         block: int = 1,
         largest: int = 0,
-        max_bytes: int = MAX_BYTES,
-        max_bytes_remembered: int = MAX_BYTES,
-        run: str = "",
+        max_bytes: tuple[int, int] = (MAX_BYTES, MAX_BYTES),
         num_first: int = 0,
-        traces: bool = False,
     ) -> None:
         super().__init__()
-        # Each task has the plan. What only names places needs no lists of samples.
+        plan = spec.plan
+        # Each task has the plan, and no code of the user's. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._start = start
         self._readers = readers
         self._supervisor = supervisor
-        self._names = names
-        self._reads_class = reads_class
+        self._names = spec.names
+        self._reads_class = spec.columns.reads_class
         self._ranks = ranks
-        self._share = share
+        self._share = spec.share
         self._block = block
         self._largest = largest
-        self._max_bytes = max_bytes, max_bytes_remembered
-        self._run = run
+        self._max_bytes = max_bytes
+        self._run = spec.run
         self._num_first = num_first
-        self._traces = traces
-        num = plan.num_micro_batches(start) // share[1]
+        self._traces = spec.traces
+        num = plan.num_micro_batches(start) // spec.share[1]
         self._tasks = tasks(num - num_first, ranks)
 
     @property
@@ -132,11 +122,10 @@ class MicroBatchSource(Datasource):
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         is_first_task = first == 0
-        rank, every = self._share
-        first = (first + self._num_first) * every + rank
-        places = itertools.islice(
-            self._plan.micro_batches(self._start, first), 0, count * every, every
+        upcoming = self._plan.micro_batches(
+            self._start, first + self._num_first, self._share
         )
+        places = itertools.islice(upcoming, count)
         position = next(places, None)
         if position is None:
             return

@@ -228,9 +228,8 @@ class Trainer:
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        for name, amount in self._metrics.interval(
-            self.loader.cursor, shows, loss=loss, lr=self._lr
-        ).items():
+        amounts = self._metrics.interval(shows, loss=loss, lr=self._lr)
+        for name, amount in amounts.items():
             self.metrics[name] += amount
 
     def _should_save(self, at_once: bool = False) -> bool:

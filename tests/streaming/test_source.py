@@ -18,7 +18,6 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.planning import make_plan
 from raypipe.streaming.source import MicroBatchSource
 
 # The plan as a source, without Ray
@@ -37,8 +36,9 @@ class LosesOne(MemoryStore):
 
 def test_an_error_of_the_store_comes_after_the_rows_before_it() -> None:
     train = LosesOne([b""] * 100, np.arange(100))
-    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=1, shuffle="off"), train)
-    source = MicroBatchSource(plan, plan.start(), {"train": train})
+    plan = PlanConfig(epochs=1, micro_batch_size=1, shuffle="off")
+    spec = open_stream(train, plan=plan)
+    source = MicroBatchSource(spec, spec.plan.start(), {"train": train})
     *_, last = source.get_read_tasks(1)  # from sample 48 on
     rows = iter(last())
     assert [row["label"].to_pylist() for row in itertools.islice(rows, 9)] == [

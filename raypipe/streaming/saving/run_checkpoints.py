@@ -71,31 +71,24 @@ class RunCheckpoints:
             RaypipeError: another run has the folder.
         """
         self._check_lease()
-        if world_size == 1:
-            newest = self._newest(start_from, check)
-        else:
-            newest = self._newest_of_rank_zero(start_from, check, rank)
-        if newest:
-            self._name = newest.name
-        return newest
-
-    def _newest_of_rank_zero(
-        self, start_from: str, check: Callable[[Cursor], None], rank: int
-    ) -> Checkpoint | None:
-        newest: Checkpoint | None = None
-        error: RaypipeError | None = None
+        found: Checkpoint | RaypipeError | None = None
+        state = b""
         if rank == 0:
             try:
-                newest = self._newest(start_from, check)
-            except RaypipeError as failure:
-                error = failure
-        state = newest.state if newest else b""
-        if newest:
-            newest = newest._replace(state=b"")
-        newest, error = from_rank_zero((newest, error))
-        if error:
-            raise error
-        return newest._replace(state=state) if newest else None
+                found = self._newest(start_from, check)
+            except RaypipeError as error:
+                found = error
+        if isinstance(found, Checkpoint):
+            state = found.state
+            found = found._replace(state=b"")
+        if world_size > 1:
+            (found,) = from_rank_zero((found,))
+        if isinstance(found, RaypipeError):
+            raise found
+        if found is None:
+            return None
+        self._name = found.name
+        return found._replace(state=state)
 
     def _newest(
         self, start_from: str, check: Callable[[Cursor], None]

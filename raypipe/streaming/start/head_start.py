@@ -97,7 +97,9 @@ class HeadStart:
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
         self.measured: tuple[str, float, int] | None = None
-        self._share = functools.partial(spec.plan.share, start, rank, world_size)
+        self._share = functools.partial(
+            spec.plan.micro_batches, start, share=(rank, world_size)
+        )
         stores = spec.stores.values()
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._total = spec.plan.num_micro_batches(start) // world_size

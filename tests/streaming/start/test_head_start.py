@@ -226,7 +226,7 @@ def test_what_draws_from_the_process_is_made_while_the_loop_waits(
     head.let(3)
     before = np.random.get_state(legacy=False)["state"]["pos"]
     batches = head.batches()
-    places = spec.plan.share(place_of(spec), 0, 1)
+    places = spec.plan.micro_batches(place_of(spec))
     for number, batch in enumerate(batches):
         assert batch.position == next(places)
         # nothing is made while the loop has it

@@ -79,17 +79,11 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
-    def of_micro_batch(
-        self, remade: Remade, num_rows: int
-    ) -> tuple[list[list[Tile]], list[str]]:
-        """The tiles of the first rows of a micro-batch, as the CPU made it and as the model sees it; and their
-        names."""
+    def of_micro_batch(self, remade: Remade) -> tuple[list[list[Tile]], list[str]]:
+        """The tiles of each row of a micro-batch, as the CPU made it and as the model sees it; and their names."""
         images, moved = self.stages(remade)
-        tiles = [
-            self._of_row(remade, images, moved, row)
-            for row in range(min(num_rows, len(remade.host.index)))
-        ]
-        return tiles, [*images]
+        rows = range(len(remade.host.index))
+        return [self._of_row(remade, images, moved, row) for row in rows], [*images]
 
     @torch.no_grad()
     def stages(

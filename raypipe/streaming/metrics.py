@@ -22,7 +22,7 @@ from raypipe.metrics.utilization import Utilization, mean_share
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
-from raypipe.streaming.record.rank_trace import RankTrace
+from raypipe.streaming.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0

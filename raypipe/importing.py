@@ -52,7 +52,6 @@ _LIBRARIES = {
 _STEPS = {
     "albumentations": "albumentations.core.serialization:Serializable",
     "kornia.augmentation": "torch.nn:Module",
-    "raypipe.stores": "raypipe.stores.base:FileStore",
     "timm.data.auto_augment": "builtins:object",
     "timm.data.random_erasing": "builtins:object",
     "timm.data.transforms": "builtins:object",

@@ -45,9 +45,12 @@ def audit(
         augment: MODULE:NAME of a device augmentation that was an object.
         trust_run_code: audit a run whose folder another user owns, with the code that it names.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     # they import torch
     from raypipe.history.audited import AuditedRecord
-    from raypipe.history.recorded import given_of, open_run
+    from raypipe.history.recorded import RecordedRun, given_of
 
     begun = time.perf_counter()
     given = given_of(
@@ -57,29 +60,22 @@ def audit(
         val_transform=val_transform,
         augment=augment,
     )
-    run = open_run(folder, trust_run_code=trust_run_code, **given)
+    run = RecordedRun(folder, trust_run_code, **given)
     record = AuditedRecord(run)
     record.check_record()
-    roots = {record.root, *(epoch.root for epoch in record.epochs.values())}
-    if root and root not in roots:
-        text = f"{record.root}, and neither it nor an epoch's is the published {root}"
-        record.find("root", text)
+    if root:
+        record.check_root(root)
     seed = seed or secrets.randbelow(1 << 31) + 1
-    places = record.places() if all else record.choose(samples, seed)
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        shown = bar.add_task("making micro-batches again", total=len(places))
-        record.compare(places, lambda: bar.advance(shown))
+    places = record.places if all else record.choose(samples, seed)
+    console = Console(stderr=True)
+    text = "making micro-batches again"
+    record.compare(track(places, text, console=console, transient=True))
     return {
         "run_dir": folder,
         "ok": not record.findings,
         "root": record.root,
-        "epochs": {
-            str(number): epoch._asdict() for number, epoch in record.epochs.items()
-        },
-        "recorded": sum(epoch.micro_batches for epoch in record.epochs.values()),
+        "epochs": {str(number): epoch for number, epoch in record.epochs.items()},
+        "recorded": len(record.places),
         "compared": record.num_compared,
         "compared_finished": record.num_finished,
         "not_compared_finished": record.uncompared,
@@ -92,11 +88,11 @@ def audit(
 
 def print_audit(result: dict[str, Any]) -> None:
     """Print what was checked, each finding, and the verdict."""
+    left_out = ("run_dir", "epochs", "findings", "differences", "ok")
     rows = {
         name: value
         for name, value in result.items()
-        if name not in ("run_dir", "epochs", "findings", "differences", "ok")
-        and value not in ("", None)
+        if name not in left_out and value not in ("", None)
     }
     epochs = result["epochs"].values()
     num_whole = sum(epoch["is_complete"] for epoch in epochs)

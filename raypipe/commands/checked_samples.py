@@ -92,7 +92,6 @@ def check_samples(
                     decode_targets(sample, targets, of_image[:2], boxes_format)
                     height, width, _ = of_image
                 except SampleError as error:
-                    height = width = 0
                     reason = str(error)
             image = bytes(sample["image"] or b"")
             if not image:

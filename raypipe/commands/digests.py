@@ -42,9 +42,8 @@ def digest(
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 if they differ.
     """
-    from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import DigestFile, plain_settings
-    from raypipe.streaming.digest import compare as compared_with
+    from raypipe.storage.files import check_place, write_json
+    from raypipe.streaming import digest as digesting
     from raypipe.streaming.hashes import combine
     from raypipe.streaming.opening import spec_of
 
@@ -57,76 +56,61 @@ def digest(
         raise ConfigError(
             f"--from-step {from_step} --to-step {to_step} is empty or outside the run's {total} steps"
         )
-    expected = DigestFile.read(compare) if compare else None
+    expected = digesting.read_digests(compare) if compare else None
     if output:
         check_place(output)
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
-    max_actors = 0
-    if spec.pool.engine == "inline":
-        digests = _digests_inline(spec, cursor)
-    else:
-        spec, max_actors = _fitted_pool(spec)
-        digests = _digests_on_ray(spec, cursor, max_actors, workers)
-    settings = plain_settings(
+    hashed, max_actors = _hashed(spec, cursor, workers)
+    settings = digesting.plain_settings(
         spec, workers=workers, actors=max_actors, from_step=from_step, to_step=to_step
     )
-    written = DigestFile(
-        output, settings, {hashed.name: hashed.digest.hex() for hashed in digests}
-    )
+    micro_batches = {each.name: each.digest.hex() for each in hashed}
+    made = digesting.Digests(settings, micro_batches)
     result: dict[str, Any] = {
         "store": spec.stores["train"].address,
-        "digest": combine(hashed.digest for hashed in digests),
-        "samples": sum(hashed.num_samples for hashed in digests),
-        "micro_batches": len(digests),
+        "digest": combine(each.digest for each in hashed),
+        "samples": sum(each.num_samples for each in hashed),
+        "micro_batches": len(hashed),
     }
     if output:
-        written.write()
+        write_json(output, made._asdict())
         result["output"] = output
     if expected:
-        result |= compared_with(expected, written)
+        result |= digesting.compare(expected, made, compare)
     return result
 
 
-def _digests_inline(spec: StreamSpec, cursor: Cursor) -> list[MicroBatchDigest]:
-    """Return the digests of a stream that this process makes."""
-    from raypipe.streaming.digest import digested
-    from raypipe.streaming.inline import inline_batches
-
-    return list(digested(inline_batches(spec, cursor)))
-
-
-def _fitted_pool(spec: StreamSpec) -> tuple[StreamSpec, int]:
-    """Connect to Ray, and return the stream with a pool that fits there, and its most actors.
+def _hashed(
+    spec: StreamSpec, cursor: Cursor, workers: int
+) -> tuple[list[MicroBatchDigest], int]:
+    """Return the hashes of a stream, made by this process or by actors for several consumers; and its most actors.
 
     A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
     """
     from raypipe.rayext.allocation import preflight
     from raypipe.rayext.cluster import connect
+    from raypipe.streaming.digest import digested, iterate_digests
+    from raypipe.streaming.inline import inline_batches
+    from raypipe.streaming.pipeline import splits
 
+    if spec.pool.engine == "inline":
+        return list(digested(inline_batches(spec, cursor))), 0
     min_actors = min(spec.pool.min_actors, _SHARING)
     pool = dataclasses.replace(spec.pool, min_actors=min_actors)
     few = max(pool.least_actors, min(pool.max_actors, _SHARING))
     connect(num_cpus=max(num_cpus(), few))
-    return dataclasses.replace(spec, pool=pool), preflight(pool).max_actors
-
-
-def _digests_on_ray(
-    spec: StreamSpec, cursor: Cursor, max_actors: int, workers: int
-) -> list[MicroBatchDigest]:
-    """Return the digests of a stream that actors make, and that consumers share."""
-    from raypipe.streaming.digest import iterate_digests
-    from raypipe.streaming.pipeline import splits
-
-    iterators = splits(spec, cursor, max_actors=max_actors, world_size=workers)
-    return list(iterate_digests(spec.plan, cursor, iterators))
+    max_actors = preflight(pool).max_actors
+    spec = dataclasses.replace(spec, pool=pool)
+    ranks = splits(spec, cursor, max_actors=max_actors, world_size=workers)
+    return list(iterate_digests(spec.plan, cursor, ranks)), max_actors
 
 
 def print_digests(result: dict[str, Any]) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
-    settings = result.get("settings", {}).items()
-    rows = result | {"settings": {name: tuple(pair) for name, pair in settings}}
-    rows = {key: value for key, value in rows.items() if value != {} and key != "store"}
+    rows = {
+        key: value for key, value in result.items() if value != {} and key != "store"
+    }
     print_table(result.get("store", "comparison"), rows)
     if "equal" not in result:
         return

@@ -13,7 +13,6 @@ from raypipe.printing import print_rows, print_table
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
-    from raypipe.history.recorded import RecordedRun
     from raypipe.history.replay import Replay
     from raypipe.plan.places import MicroBatchId
 
@@ -71,8 +70,7 @@ def replay_steps(
         anyway: make pixels of stores whose contents have changed since the run.
         trust_run_code: open the folder although another user owns it, and run the code that it names.
     """
-    from raypipe.history.compared import compare_runs
-    from raypipe.history.recorded import given_of, open_run
+    from raypipe.history.recorded import given_of
     from raypipe.history.replay import Replay
 
     given = given_of(
@@ -82,20 +80,18 @@ def replay_steps(
         val_transform=val_transform,
         augment=augment,
     )
-    run = open_run(folder, trust_run_code=trust_run_code, **given)
-    replay = Replay(run, anyway)
+    replay = Replay(folder, trust_run_code, anyway, **given)
     result: dict[str, Any] = {"run_dir": folder, "differences": replay.differences}
     if compare:
-        opened = open_run(compare, trust_run_code=trust_run_code, **given)
-        other = Replay(opened, anyway)
-        result |= {"run_dir": run.address, "with": opened.address}
+        other = Replay(compare, trust_run_code, anyway, **given)
+        result |= {"run_dir": replay.address, "with": other.address}
         result["differences"] = replay.differences + other.differences
-        return result | compare_runs(replay, other)
-    places = _places(run, step, epoch, rank, micro)
+        return result | replay.compare(other)
+    places = _places(replay, step, epoch, rank, micro)
     result["micro_batches"] = len(places)
     if output.endswith(".jsonl"):
         return result | _written(replay, places, output)
-    num_rows = len(places) * run.plan.config.micro_batch_size
+    num_rows = len(places) * replay.plan.config.micro_batch_size
     if num_rows > _MAX_ROWS:
         raise ConfigError(
             f"these are {num_rows:,} samples, and {_MAX_ROWS:,} are printed at most: name fewer steps, or write "
@@ -108,16 +104,16 @@ def replay_steps(
 
 
 def _places(
-    run: RecordedRun, step: str, epoch: int | None, rank: int | None, micro: int | None
+    run: Replay, step: str, epoch: int | None, rank: int | None, micro: int | None
 ) -> list[MicroBatchId]:
     """The micro-batches that the options name."""
     if "-e" in step:
         return [run.place_of(step)]
     if not step and epoch is None:
         raise ConfigError(
-            f"name a step, --step N, from 1 to {run.num_steps:,}, or --epoch E"
+            f"name a step, --step N, from 1 to {len(run):,}, or --epoch E"
         )
-    steps = range(1, run.num_steps + 1) if epoch is None else run.steps_in(epoch)
+    steps = range(1, len(run) + 1) if epoch is None else run.steps_in(epoch)
     if step:
         match = _STEPS.fullmatch(re.sub("[,_]", "", step))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
@@ -160,73 +156,43 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
         raise ConfigError(
             f"--output must be a .png or a .jsonl in an existing folder, got {output}"
         )
+    from raypipe.commands.picture import draw_tiles, save_picture
+
     groups: list[list[Tile]] = []
     names: list[str] = []
     try:
         for place in places:
-            room = _MAX_PICTURES - len(groups)
-            if room:
-                tiles, names = _tiles(replay, place, room)
-                groups += tiles
+            if len(groups) < _MAX_PICTURES:
+                of_place, names = _tiles(replay, place)
+                groups += of_place[: _MAX_PICTURES - len(groups)]
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
-    from raypipe.commands.picture import draw_tiles, save_picture
-
-    titles = [
-        f"step {replay.run.step_of(place)}, {place}"
-        for place in (places[0], places[-1])
-    ]
-    title = f"{replay.run.address}: {' to '.join(dict.fromkeys(titles))}"
+    ends = dict.fromkeys([places[0], places[-1]])
+    titles = [f"step {replay.step_of(place)}, {place}" for place in ends]
+    title = f"{replay.address}: {' to '.join(titles)}"
     per_line = max(1, min(_TILES_A_LINE // len(names), len(groups)))
     rows = [
         [tile for group in groups[first : first + per_line] for tile in group]
         for first in range(0, len(groups), per_line)
     ]
-    picture = draw_tiles(rows, title, names * per_line)
-    save_picture(picture, output)
+    save_picture(draw_tiles(rows, title, names * per_line), output)
     return {"output": output, "pictured": len(groups)}
 
 
-def _tiles(
-    replay: Replay, place: MicroBatchId, room: int
-) -> tuple[list[list[Tile]], list[str]]:
-    """The tiles of each sample of a micro-batch, above its place, its numbers and its partner; and their names."""
+def _tiles(replay: Replay, place: MicroBatchId) -> tuple[list[list[Tile]], list[str]]:
+    """The tiles of each sample of a micro-batch, with its place and its label; and their names."""
     from raypipe.commands.preview_tiles import Preview
 
     remade = replay.remade(place)
-    rows = range(min(room, len(remade.host.index)))
+    rows = range(len(remade.host.index))
     groups, names = Preview(remade.maker).of_micro_batch(remade, rows)
     if remade.maker.stage.config is None and "augmented" in names:
         # the model saw what the CPU made
         groups, names = [group[:1] for group in groups], names[:1]
-    for row, group in zip(replay.samples_of(place), groups, strict=False):
+    for row, group in zip(replay.samples_of(place), groups, strict=True):
         title = " ".join([f"step {row['step']}, sample {row['index']}", *_label(row)])
-        lines = [title, *map(_line, row["drawn"])]
-        group[0] = changed(group[0], lines=lines)
-        if len(group) > 1:
-            last = [*filter(None, [row["mixed"]]), *row["augmented"]]
-            lines = [*group[-1].lines, *map(_line, last)]
-            group[-1] = changed(group[-1], lines=lines)
+        group[0] = changed(group[0], lines=[title])
     return groups, names
-
-
-def _line(entry: Any) -> str:
-    """A text, or an operation or a partner with its numbers, on one line."""
-    if isinstance(entry, str):
-        return entry
-    named = {"op": "mixed with", **entry}
-    texts = [named.pop("view", ""), named.pop("op")]
-    for name, value in named.items():
-        if value is not None:
-            texts.append(f"{name} {_numbers(value)}")
-    return " ".join(filter(None, texts))
-
-
-def _numbers(value: Any) -> str:
-    if not isinstance(value, list | tuple):
-        return f"{value:.4g}"
-    shown = " ".join(map(_numbers, value[:_MAX_NUMBERS]))
-    return shown + (" …" if len(value) > _MAX_NUMBERS else "")
 
 
 def print_replay(result: dict[str, Any]) -> None:
@@ -235,34 +201,48 @@ def print_replay(result: dict[str, Any]) -> None:
         print(f"changed: {sentence}")
     if "samples" in result:
         print_rows(list(_COLUMNS), [_cells(row) for row in result["samples"]])
-    heading = result["run_dir"]
-    if "with" in result:
-        heading += f" and {result['with']}"
-        settings = result["settings"].items()
-        made = ", ".join(map(str, result["made_steps"]))
-        pairs = {name: tuple(pair) for name, pair in settings}
-        result = result | {"settings": pairs, "made_steps": made}
     rows = {
         name: value
         for name, value in result.items()
         if name not in ("run_dir", "with", "differences", "samples")
         and value not in (None, "", {})
     }
+    heading = result["run_dir"]
+    if "with" in result:
+        heading += f" and {result['with']}"
+        rows["made_steps"] = ", ".join(map(str, result["made_steps"]))
     print_table(heading, rows)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """The texts of a row's columns."""
-    drawn = [*row["drawn"], *row["augmented"], *filter(None, [row["mixed"]])]
+    drawn = [_line(entry) for entry in (*row["drawn"], *row["augmented"])]
+    if row["mixed"]:
+        drawn.append(_line({"op": "mixed with", **row["mixed"]}))
     if row["bad"]:
         drawn.insert(0, f"stands in for a bad sample ({row['bad']})")
     texts = {
         "label": " ".join(_label(row)),
         "weight": f"{row['weight']:g}",
         "seed": row["seed"][:_SEED_LETTERS],
-        "drawn": "; ".join(map(_line, drawn)),
+        "drawn": "; ".join(drawn),
     }
     return [texts.get(name, str(row[name])) for name in _COLUMNS]
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """An operation or a partner with its numbers, on one line."""
+    values = {name: value for name, value in entry.items() if value is not None}
+    texts = [values.pop("view", ""), values.pop("op")]
+    texts += [f"{name} {_numbers(value)}" for name, value in values.items()]
+    return " ".join(filter(None, texts))
+
+
+def _numbers(value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return f"{value:.4g}"
+    shown = " ".join(map(_numbers, value[:_MAX_NUMBERS]))
+    return shown + (" …" if len(value) > _MAX_NUMBERS else "")
 
 
 def _label(row: dict[str, Any]) -> list[str]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raypipe.errors import ConfigError
 from raypipe.printing import print_rows
-
-if TYPE_CHECKING:
-    from raypipe.history.drawn_at import SampleHistory
 
 _MAX_ROWS = 40
 _NUM_STEPS = 3  # the table shows these of a bad sample
@@ -57,34 +54,26 @@ def when(
         ConfigError: there is no such run or sample.
     """
     from raypipe.history.drawn_at import History
-    from raypipe.history.recorded import given_of, open_run
+    from raypipe.history.recorded import RecordedRun, given_of
 
     if [bool(sample), bad, flagged].count(True) != 1:
         raise ConfigError(
             "raypipe when needs one of: a sample, --bad for all bad ones, --flagged for what the loop has flagged"
         )
-    run = open_run(
-        folder, trust_run_code=trust_run_code, **given_of(train=train, val=val)
-    )
+    run = RecordedRun(folder, trust_run_code, **given_of(train=train, val=val))
     history = History(run)
-    samples: list[SampleHistory] = []
-    flags: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     if bad:
         samples = history.bad()
-    elif flagged:
-        flags = history.flags()
-    else:
+    elif sample:
         samples = [history.of(index_or_name(sample), split)]
     return {
         "run_dir": folder,
         "step": history.num_done,
-        "to_step": run.num_steps,
+        "to_step": len(run),
         "differences": run.differences,
-        "flags": flags if flagged else None,
-        "samples": [
-            {**vars(each), "draws": [draw._asdict() for draw in each.draws]}
-            for each in samples
-        ],
+        "flags": history.flags() if flagged else None,
+        "samples": samples,
     }
 
 
@@ -101,12 +90,14 @@ def print_when(result: dict[str, Any]) -> None:
     for sentence in result["differences"]:
         print(f"note: {sentence}")
     samples = result["samples"]
-    rows = result["flags"]
-    names = ["epoch", "step", "rank", "micro", "reason"]
-    if rows is None and len(samples) == 1:
-        names[-1:] = ["row", "state"]
+    names = ["epoch", "step", "rank", "micro"]
+    if result["flags"] is not None:
+        names += ["reason"]
+        rows = result["flags"]
+    elif len(samples) == 1:
+        names += ["row", "state"]
         rows = _states(samples[0])
-    elif rows is None:
+    else:
         names = ["index", "name", "split", "num_drawn", "num_to_come", "steps", "error"]
         rows = []
         for sample in samples:
@@ -127,9 +118,9 @@ def _states(sample: dict[str, Any]) -> list[dict[str, Any]]:
     print(f"drawn {sample['num_drawn']} times, {sample['num_to_come']} to come")
     draws = sample["draws"]
     first = max(0, min(sample["num_drawn"] - _MAX_ROWS // 2, len(draws) - _MAX_ROWS))
+    if len(draws) > _MAX_ROWS:
+        print(f"{len(draws) - _MAX_ROWS} more: --json has all")
     shown = draws[first : first + _MAX_ROWS]
-    if len(draws) > len(shown):
-        print(f"{len(draws) - len(shown)} more: --json has all")
     return [{**draw, "state": _state(draw)} for draw in shown]
 
 

@@ -143,6 +143,7 @@ class DeviceAugment:
         mixes: whether batches have two targets, see `Batch.mix`.
         normalizes: whether the module normalizes, and nothing behind it.
         preset: the operations of the preset; None = it has none.
+        drawn: the preset's draws for the last batch, or for each crop of its views.
         modules: Kornia's operations that follow it, and the user's module; None = there are none.
     """
 
@@ -170,6 +171,7 @@ class DeviceAugment:
                 self.config = config = resolved(config, batches.endings.get("train"))
             self.normalize = Normalize(config, self.device, dtype)
         self.preset = _fitting_preset(config, bool(targets))
+        self.drawn: list[FusedParams] = []
         channels = len(config.mean)
         self.modules: ModuleSteps | None = None
         with pinned(self.device):
@@ -249,7 +251,7 @@ class DeviceAugment:
         augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
-            seeds = [view_seed(name, number, seed) for number in range(len(crops))]
+            seeds = [_view_seed(name, number, seed) for number in range(len(crops))]
             counts = np.ones(len(view), bool)
             of_view = [
                 self._augmented(Augmented(crop, {}), counts, of_crop, strength).image
@@ -300,6 +302,7 @@ class DeviceAugment:
             return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
 
     def _batch(self, batch: Batch, strength: float) -> Batch:
+        self.drawn = []
         if batch.position.split != "train":
             images = images_in(batch.fields).items()
             return batch.with_fields(
@@ -341,7 +344,9 @@ class DeviceAugment:
             image = scaled(image)
         if self.preset:
             rows, _, height, width = image.shape
-            params = preset_params(self.preset, seed, (rows, height, width), strength)
+            rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
+            params = draw_params(self.preset, rng, rows, height, width, strength)
+            self.drawn.append(params)
             packed = torch.from_numpy(pack(self.preset, params, height, width))
             image = apply(
                 self.preset, image, packed.to(image.device, non_blocking=True)
@@ -459,15 +464,7 @@ def build_operation(
     return ChosenRows(module) if isinstance(module, PolicyAugmentBase) else module
 
 
-def preset_params(
-    preset: Fused, seed: int, shape: tuple[int, int, int], strength: float
-) -> FusedParams:
-    """Draw the parameters of a preset for a micro-batch of a seed; its images have the shape (B, H, W)."""
-    rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
-    return draw_params(preset, rng, *shape, strength)
-
-
-def view_seed(name: str, crop: int, seed: int) -> int:
+def _view_seed(name: str, crop: int, seed: int) -> int:
     """Return the seed of a crop of a view, of that of its micro-batch."""
     return int(view_key(name, crop, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
 

@@ -1,6 +1,6 @@
 """Checks a run's record of hashes, and micro-batches that are made again.
 
-    record.check_record()    lines that are missing, foreign or recorded twice; settings that do not fit
+    record.check_record()    lines that are missing or foreign; settings that do not fit
     record.compare(places)   hashes of micro-batches, made again in this process, with the recorded ones
 
 Each check adds findings, which say what differs and where.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -31,14 +31,13 @@ from raypipe.streaming.record.digest_log import (
     read_epoch,
     recorded_files,
     root_of,
-    time_of,
 )
 from raypipe.streaming.record.opened import sealed
 
 _ORDER = attrgetter("split", "step", "micro")
 _NUM_NAMED = 3  # micro-batches that a finding names, at most
 
-Kind = Literal["lines", "foreign", "twice", "root", "batch", "finished", "store"]
+Kind = Literal["lines", "foreign", "root", "batch", "finished", "store"]
 
 
 class Finding(NamedTuple):
@@ -46,9 +45,9 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: lines (those that a rank has written are gone, or others), foreign (lines of micro-batches that the
-            run does not have, or of settings that its starts do not have), twice (two hashes for one micro-batch),
-            root (it is not the published one), batch (a micro-batch has another hash when it is made again),
-            finished (the device stage makes other tensors), store (it has other contents, or cannot be opened).
+            run does not have, or of settings that its starts do not have), root (it is not the published one),
+            batch (a micro-batch has another hash when it is made again), finished (the device stage makes other
+            tensors), store (it has other contents, or cannot be opened).
         text: the difference, for people.
         epoch: the epoch; None = it is about the whole run.
         micro_batch: name of the micro-batch; empty = it is about several.
@@ -60,26 +59,13 @@ class Finding(NamedTuple):
     micro_batch: str = ""
 
 
-class EpochSummary(NamedTuple):
-    """An epoch of a record.
-
-    Attributes:
-        micro_batches: number of recorded micro-batches.
-        is_complete: whether these are all of the epoch.
-        root: hash over them and their hashes.
-    """
-
-    micro_batches: int
-    is_complete: bool
-    root: str
-
-
 class AuditedRecord:
     """The record of hashes of a run, and the findings of its checks.
 
     Attributes:
         findings: all findings, in the order of the checks.
-        epochs: the epochs that `check_record` has read.
+        epochs: of each epoch the number of recorded micro-batches, whether these are all, and the root over them.
+        places: all places of these epochs, in the plan's order.
         num_compared: micro-batches that were made again and compared.
         num_finished: those of them whose finished tensors were compared, too.
         uncompared: why finished tensors were not compared; empty = they were, or none were recorded.
@@ -88,199 +74,169 @@ class AuditedRecord:
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
         filesystem, path = open_filesystem(as_uri(run.address))
-        self._folder = filesystem, f"{path}/{DIGESTS}"
-        self.findings: list[Finding] = []
-        self.epochs: dict[int, EpochSummary] = {}
-        self.num_compared = 0
-        self.num_finished = 0
-        self.uncompared = ""
-        self._files = recorded_files(self._folder)
+        folder = filesystem, f"{path}/{DIGESTS}"
+        self._files = recorded_files(folder)
         if not self._files:
             raise ConfigError(
                 f"{run.address} has no hashes: a run records them with train.log=[digest], your own loop "
                 "with raypipe.loader(…, log_digest=True)"
             )
-        self._is_open = functools.cache(self._opened)
-        self._starts_of = functools.cache(self._find_starts)
-        self._epoch = functools.lru_cache(maxsize=1)(self._read_epoch)
+        plan = run.stream.record.plan
+        self._epoch = functools.lru_cache(maxsize=1)(
+            lambda epoch: read_epoch(folder, epoch, plan)
+        )
+        with damage_told(f"{run.address}: the record of its stream"):
+            self._starts = [
+                (start, str(start.workers), sealed(vars(start.stream.record)))
+                for start in reversed(run.starts)
+            ]
+        self.findings: list[Finding] = []
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.places: list[MicroBatchId] = []
+        self.num_compared = 0
+        self.num_finished = 0
+        self.uncompared = ""
 
     @property
     def root(self) -> str:
         """Hash over the roots of all epochs, hexadecimal."""
         return root_of(
-            f"epoch {number} {epoch.root}\n" for number, epoch in self.epochs.items()
+            f"epoch {number} {epoch['root']}\n" for number, epoch in self.epochs.items()
         )
 
-    def places(self) -> list[MicroBatchId]:
-        """Return all places of the record, in the plan's order."""
-        return [
-            place
-            for epoch in self.epochs
-            for place in sorted(self._epoch(epoch).recorded, key=_ORDER)
-            if self._has(place)
-        ]
-
     def choose(self, num: int, seed: int) -> list[MicroBatchId]:
-        """Return random places of the record; all of them if it has no more."""
-        places = self.places()
-        chosen = random.Random(seed).sample(range(len(places)), min(num, len(places)))
-        return [places[number] for number in sorted(chosen)]
-
-    def _read_epoch(self, epoch: int) -> EpochRecord:
-        return read_epoch(self._folder, epoch, self._run.stream.record.plan)
-
-    def _hashes(self, place: MicroBatchId) -> list[Hashes]:
-        return self._epoch(place.epoch).recorded[place]
+        """Return random places of the record, in its order; all of them if it has no more."""
+        num = min(num, len(self.places))
+        chosen = random.Random(seed).sample(range(len(self.places)), num)
+        return [self.places[number] for number in sorted(chosen)]
 
     # The record by itself
 
     def check_record(self) -> None:
         """Check that no line is missing or foreign, and that hashes agree."""
         trained = [start.workers for start in self._run.starts if start.has_trained]
-        ranks = {rank for _, rank in self._files}
+        ranks = {rank for _, rank, _ in self._files}
         for rank in range(max(trained, default=1)):
             if rank not in ranks:
-                self.find("lines", f"no file of rank {rank} is in {DIGESTS}/")
-        for epoch in sorted({epoch for epoch, _ in self._files}):
+                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+        for epoch in sorted({epoch for epoch, *_ in self._files}):
             record = self._epoch(epoch)
-            for name in record.damaged:
-                text = f"{name}.jsonl has other lines than its rank has written"
-                self.find("lines", text, epoch)
-            self._check_lines(epoch, record)
+            self._check_epoch(epoch, record)
             if num := len(record.recorded):
                 is_complete = num == _num_of_epoch(self._run.plan, epoch)
-                self.epochs[epoch] = EpochSummary(num, is_complete, record.root)
+                self.epochs[epoch] = {
+                    "micro_batches": num,
+                    "is_complete": is_complete,
+                    "root": record.root,
+                }
+                self.places += sorted(record.recorded, key=_ORDER)
 
-    def _check_lines(self, epoch: int, record: EpochRecord) -> None:
-        """Check each line of an epoch by itself, and lines of one place with each other."""
-        for start in record.starts:
-            if not self._run_starts(start):
-                text = f"lines of rank {start.get('rank')} with settings of no start of the run"
-                self.find("foreign", text, epoch)
-                break
-        if record.num_unknown:
-            text = f"{record.num_unknown} lines that are no hashes of the epoch"
-            self.find("foreign", text, epoch)
-        foreign = [place for place in record.recorded if not self._has(place)]
-        self.find("foreign", "not of the run's plan", places=foreign)
+    def _check_epoch(self, epoch: int, record: EpochRecord) -> None:
+        """Check the lines of an epoch, and drop those that are not the run's."""
+        for name in record.damaged:
+            text = f"{name}.jsonl has other lines than its rank has written"
+            self._find("lines", text, epoch)
+        unknown = [each for each in record.starts if not self._starts_of(each)]
+        if unknown:
+            text = f"lines of rank {unknown[0].get('rank')} with settings of no start of the run"
+            self._find("foreign", text, epoch)
+        foreign = [
+            place
+            for place, hashes in record.recorded.items()
+            if not self._has(place, hashes.start)
+        ]
+        if foreign:
+            named = ", ".join(map(str, foreign[:_NUM_NAMED]))
+            text = f"{len(foreign)} micro-batches are not of the run's plan: {named}"
+            self._find("foreign", text, epoch)
         for place in foreign:
             del record.recorded[place]
-        twice = [
-            place
-            for place, several in record.recorded.items()
-            if _differ(several) and not self._may_differ(several)
-        ]
-        self.find("twice", "recorded twice with different hashes", places=twice)
 
-    def _has(self, place: MicroBatchId) -> bool:
+    def _has(self, place: MicroBatchId, recorded: dict[str, Any]) -> bool:
         """Return whether the plan of a start had a place for a rank when it was recorded."""
-        recorded = self._hashes(place)[-1].start
         return any(
             start.has_place(place)
             and str(place.micro % start.workers) == str(recorded.get("rank"))
-            for start in self._run_starts(recorded)
+            for start in self._starts_of(recorded)
         )
 
-    def _run_starts(self, recorded: dict[str, Any]) -> list[Start]:
+    def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
         """The starts of the run that have the settings of a recorded one, the newest first."""
-        return self._starts_of(str(recorded.get("workers")), str(recorded.get("seal")))
-
-    def _find_starts(self, workers: str, seal: str) -> list[Start]:
-        with damage_told(f"{self._run.address}: the record of its stream"):
-            return [
-                start
-                for start in reversed(self._run.starts)
-                if workers == str(start.workers)
-                and sealed(vars(start.stream.record)) == seal
-            ]
-
-    def _may_differ(self, several: list[Hashes]) -> bool:
-        """Return whether starts may have made a micro-batch differently: settings, code or versions changed."""
-        starts = [hashes.start for hashes in several]
-        made_by = {
-            (start.stream, each.get("device"), each.get("cpu"))
-            for each in starts
-            for start in self._run_starts(each)
-        }
-        return len(set(map(time_of, starts))) > 1 and len(made_by) > 1
+        wanted = (str(recorded.get("workers")), str(recorded.get("seal")))
+        return [start for start, *settings in self._starts if tuple(settings) == wanted]
 
     # Micro-batches that are made again
 
-    def compare(
-        self,
-        places: Sequence[MicroBatchId],
-        on_compared: Callable[[], None] = lambda: None,
-    ) -> None:
+    def compare(self, places: Iterable[MicroBatchId]) -> None:
         """Make micro-batches again, and compare their hashes with the recorded ones.
 
         Args:
             places: in the order of their epochs.
-            on_compared: called after each.
         """
+        lacking = set[str]()
         for place in places:
-            on_compared()
-            hashes = self._hashes(place)[-1]
-            stream = self._run_starts(hashes.start)[0].stream
-            try:
-                if not self._is_open(stream):
-                    continue
-                remade = remade_of(stream, place)
-                made = batch_hash(remade.host)
-                self.num_compared += 1
-                is_equal = self._is_equal("batch", place, made, hashes.stream)
-                if is_equal and hashes.finished and self._can_finish(stream, hashes):
-                    self.num_finished += 1
-                    finished = batch_hash(remade.finished)
-                    self._is_equal("finished", place, finished, hashes.finished)
-            except RaypipeError as error:
-                self.find("batch", f"it cannot be made again: {error}", places=[place])
+            hashes = self._epoch(place.epoch).recorded[place]
+            stream = self._starts_of(hashes.start)[0].stream
+            if stream.lacks and stream.lacks not in lacking:
+                lacking.add(stream.lacks)
+                self._find("store", stream.lacks)
+            if stream.is_open:
+                try:
+                    self._compare(place, stream, hashes)
+                except RaypipeError as error:
+                    text = f"it cannot be made again: {error}"
+                    self._find("batch", text, place=place)
 
-    def _opened(self, stream: RecordedStream) -> bool:
-        """Return whether micro-batches of a stream can be made; find stores that have changed."""
-        if stream.lacks:
-            self.find("store", stream.lacks)
-        return stream.is_open
+    def _compare(
+        self, place: MicroBatchId, stream: RecordedStream, hashes: Hashes
+    ) -> None:
+        """Compare a micro-batch as it reached its rank, and then as the model got it.
 
-    def _is_equal(
-        self, kind: Kind, place: MicroBatchId, remade: bytes, recorded: str
-    ) -> bool:
-        """Compare a hash with the recorded one."""
-        if remade.hex() == recorded:
-            return True
-        text = f"hash {remade.hex()} when it is made again, and {recorded} is recorded"
-        self.find(kind, text, places=[place])
-        return False
-
-    def _can_finish(self, stream: RecordedStream, hashes: Hashes) -> bool:
-        """Return whether the device stage can be compared: torch may round differently elsewhere."""
+        Torch may round differently elsewhere.
+        """
+        remade = remade_of(stream, place)
+        made = batch_hash(remade.host)
+        self.num_compared += 1
+        is_equal = self._is_equal("batch", place, made, hashes.stream)
+        if not is_equal or not hashes.finished:
+            return
         cpu = hashes.start.get("cpu")
         if cpu != cpu_kind():
             self.uncompared = f"recorded on {cpu}, and this is {cpu_kind()}"
         elif stream.changed_code:
             self.uncompared = stream.changed_code[0]
         else:
-            return True
-        return False
+            self.num_finished += 1
+            finished = batch_hash(remade.finished)
+            self._is_equal("finished", place, finished, hashes.finished)
 
-    def find(
+    def _is_equal(
+        self, kind: Kind, place: MicroBatchId, remade: bytes, recorded: str
+    ) -> bool:
+        text = f"hash {remade.hex()} when it is made again, and {recorded} is recorded"
+        if remade.hex() != recorded:
+            self._find(kind, text, place=place)
+        return remade.hex() == recorded
+
+    def check_root(self, published: str) -> None:
+        """Check that a published root is the record's, or that of an epoch."""
+        roots = {self.root, *(epoch["root"] for epoch in self.epochs.values())}
+        if published not in roots:
+            text = f"{self.root}, and neither it nor an epoch's is the published {published}"
+            self._find("root", text)
+
+    def _find(
         self,
         kind: Kind,
         text: str,
         epoch: int | None = None,
-        places: Sequence[MicroBatchId] | None = None,
+        place: MicroBatchId | None = None,
     ) -> None:
-        """Add a finding, unless it is about places and there are none."""
         name = ""
-        if places is not None:
-            if not places:
-                return
-            epoch = places[0].epoch
-            named = ", ".join(map(str, places[:_NUM_NAMED]))
-            if len(places) == 1:
-                name = named
-            else:
-                named = f"{len(places)} micro-batches, {named}"
-            text = f"{named}: {text}"
+        if place:
+            epoch = place.epoch
+            name = str(place)
+            text = f"{name}: {text}"
         if epoch is not None:
             text = f"epoch {epoch}: {text}"
         self.findings.append(Finding(kind, text, epoch, name))
@@ -292,10 +248,3 @@ def _num_of_epoch(plan: Plan, epoch: int) -> int:
     if plan.has_val(epoch):
         num_steps += plan.val_steps
     return num_steps * plan.config.per_step
-
-
-def _differ(several: list[Hashes]) -> bool:
-    """Return whether records of a place differ, as far as they have it."""
-    streams = {hashes.stream for hashes in several}
-    finished = {hashes.finished for hashes in several} - {""}
-    return len(streams) > 1 or len(finished) > 1

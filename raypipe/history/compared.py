@@ -1,79 +1,37 @@
-"""Where two recorded runs part: their settings, the first step with other samples, pixels, or losses."""
+"""Where the orders, settings and losses of two recorded runs part; `Replay.compare` has their pixels, too."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from raypipe.errors import RaypipeError
 from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.records import read_records
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.digest import other_settings
-from raypipe.streaming.hashes import batch_hash
 
 # Settings that decide nothing that a model sees.
 _FREE = ("workers", "actors", "from_step", "to_step")
 # Draws that are compared at most, which takes some seconds.
 _MAX_DRAWS = 1 << 22
-# Steps whose pixels are compared: the first, and those at the begin of epochs.
-_MAX_MADE = 8
 
 
-class Steps(Protocol):
-    """A run and the batches of its steps: a `Replay`."""
-
-    run: RecordedRun
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int, /) -> Any: ...
-
-
-def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
-    """Compare two runs.
+def other_records(first: RecordedRun, second: RecordedRun) -> dict[str, Any]:
+    """Compare what two runs have recorded.
 
     Returns:
-        `equal`: nothing differs in what was compared; `settings` that differ, name → [the first's, the second's];
-        `order`: the first step with other samples or seeds, None = none of the `compared_steps` has; `pixels`: the
-        first step that was made and is not the same, None = none is; `made_steps`; `loss`: the first step at which
-        their records have different losses; and `unknown`: why pixels could not be compared, empty = they were.
+        `settings` that differ, name → (the first's, the second's); and `loss`: the first step at which their
+        records have different losses, None = there is none.
     """
-    order, compared_steps = first_other_draws(first.run.plan, second.run.plan)
-    # until the order parts, else the first and those that begin epochs
-    num_steps = min(len(first), len(second)) if order is None else order - 1
-    begins = range(1, num_steps + 1, max(1, first.run.plan.steps_per_epoch))
-    made: list[int] = []
-    pixels = None
-    unknown = ""
-    try:
-        for step in begins[:_MAX_MADE]:
-            hashes = [[*map(batch_hash, run[step])] for run in (first, second)]
-            made.append(step)
-            if hashes[0] != hashes[1]:
-                pixels = step
-                break
-    except RaypipeError as error:
-        made = []
-        unknown = str(error)
-    settings = other_settings(first.run.config, second.run.config)
+    settings = other_settings(first.starts[-1].settings, second.starts[-1].settings)
     for name in _FREE:
         settings.pop(name, None)
-    losses = _losses(first.run)
-    others = _losses(second.run)
+    losses = _losses(first)
+    others = _losses(second)
     parted = [step for step in losses.keys() & others if losses[step] != others[step]]
-    return {
-        "equal": order is None and pixels is None,
-        "settings": settings,
-        "order": order,
-        "compared_steps": compared_steps,
-        "pixels": pixels,
-        "made_steps": made,
-        "loss": min(parted, default=None),
-        "unknown": unknown,
-    }
+    return {"settings": settings, "loss": min(parted, default=None)}
 
 
 def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:

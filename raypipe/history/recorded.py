@@ -1,7 +1,7 @@
-"""A recorded run, by its folder: its settings, its stream as it was opened, and which samples each step had.
+"""A recorded run, by its folder: its stream as it was opened, and which samples each step had.
 
-    open_run("runs/first")            → RecordedRun, which starts no Ray and writes nothing
-    run.plan, run.spec                the order; and the stream, with its stores and transforms
+    run = RecordedRun("runs/first")   starts no Ray, and writes nothing
+    run.plan, run.stream              the order; and the stream, with its stores and transforms
     run.micro_batches(step)           places of a step's micro-batches
     run.draws(place)                  the samples of a micro-batch: indices, keys, weights
 
@@ -13,6 +13,7 @@ A run that was resumed has several starts. The one that holds for a step is the 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +29,10 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, join_address
 from raypipe.storage.lease import check_owner
+from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import place_in
 from raypipe.streaming.record.opened import StreamRecord
-from raypipe.streaming.spec import StreamSpec
 
 _GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
 
@@ -87,23 +88,12 @@ class Start(NamedTuple):
         )
 
 
-def open_run(
-    run: str | Path, *, trust_run_code: bool = False, **given: Any
-) -> RecordedRun:
-    """Open a run by its folder.
-
-    Args:
-        run: folder or URI of a run, by `raypipe train` or your own loop.
-        trust_run_code: open the folder although another user owns it, and run the code that it names.
-        given: arguments of `raypipe.open_stream`, or `augment`, to use instead of those in the record: `train="…"`
-            for a store that has moved, `train_transform=…` for an object that the folder does not hold.
-
-    Raises:
-        ConfigError: there is no run, or it has not begun to train.
-    """
+def _read_starts(
+    run_uri: str, trust_run_code: bool, given: dict[str, Any]
+) -> list[Start]:
+    """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
     for name in given.keys() - _GIVEN:
         raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
-    run_uri = as_uri(str(run).rstrip("/"))
     records = read_records(run_uri)
     check_owner(run_uri, trust_run_code)
     last = max((record["step"] for record in records), default=0)
@@ -130,11 +120,12 @@ def open_run(
             )
         starts.append(start)
     if not starts:
+        address = run_uri.removeprefix("file://")
         raise ConfigError(
-            f"{run} does not exist, or has no start in its {RECORDS}: give the folder of a run that has begun to "
-            "train, which it printed as run_dir, or which raypipe.loader got as run_dir"
+            f"{address} does not exist, or has no start in its {RECORDS}: give the folder of a run that has "
+            "begun to train, which it printed as run_dir, or which raypipe.loader got as run_dir"
         )
-    return RecordedRun(run_uri, starts)
+    return starts
 
 
 def given_of(**values: Any) -> dict[str, Any]:
@@ -143,40 +134,38 @@ def given_of(**values: Any) -> dict[str, Any]:
 
 
 class RecordedRun:
-    """A run by its folder; `open_run` makes one.
+    """A run by its folder.
+
+    Args:
+        run, trust_run_code, given: see `raypipe.replay`.
 
     Attributes:
         address: the run's folder.
         starts: in the order in which they happened.
-        config: the settings of the run's stream at its newest start, by their whole names.
         stream: the stream of the newest start.
     """
 
-    def __init__(self, run_uri: str, starts: list[Start]) -> None:
+    def __init__(
+        self, run: str | Path, trust_run_code: bool = False, **given: Any
+    ) -> None:
+        run_uri = as_uri(str(run).rstrip("/"))
         self.address = run_uri.removeprefix("file://")
-        self.starts = starts
-        self.config = starts[-1].settings
-        self.stream = starts[-1].stream
+        self.starts = _read_starts(run_uri, trust_run_code, given)
+        self.stream = self.starts[-1].stream
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps of the whole run."""
+        return self.plan.config.epochs * self.plan.steps_per_epoch
 
     @property
-    def spec(self) -> StreamSpec:
-        """The stream of the newest start, opened again, see `RecordedStream.spec`."""
-        return self.stream.spec
+    def differences(self) -> list[str]:
+        """Sentences that say what has changed since the run; empty = nothing."""
+        return self.stream.differences
 
     @property
     def plan(self) -> Plan:
         """The plan of the newest start, see `RecordedStream.plan`."""
         return self.stream.plan
-
-    @property
-    def differences(self) -> list[str]:
-        """Sentences that say what has changed since the run, see `RecordedStream.differences`."""
-        return self.stream.differences
-
-    @property
-    def num_steps(self) -> int:
-        """Number of optimizer steps of the whole run."""
-        return self.plan.config.epochs * self.plan.steps_per_epoch
 
     def start_of(self, step: int, validates: bool = False) -> Start:
         """Return the start that holds for a step.
@@ -255,9 +244,9 @@ class RecordedRun:
 
     def check_step(self, step: int) -> None:
         """Raise ConfigError unless the run has a step."""
-        if not 1 <= step <= self.num_steps:
+        if not 1 <= step <= len(self):
             raise ConfigError(
-                f"{self.address} has the steps 1 to {self.num_steps:,}, counted as in metrics.jsonl, and no step "
+                f"{self.address} has the steps 1 to {len(self):,}, counted as in metrics.jsonl, and no step "
                 f"{step:,}"
             )
 
@@ -281,8 +270,14 @@ class RecordedRun:
             )
         return place
 
-    def draws(self, place: MicroBatchId) -> MicroBatchDraws:
-        """Return the samples of a micro-batch: the plan's, and the substitutes that quarantine/ has."""
+    def draws(
+        self, place: MicroBatchId, bad: Sequence[BadSample] | None = None
+    ) -> MicroBatchDraws:
+        """Return the samples of a micro-batch: the plan's, and the substitutes of bad ones.
+
+        Args:
+            bad: its bad samples; None = those that quarantine/ has.
+        """
         stream = self.start_at(place).stream
         plan = stream.plan
         drawn = plan.draw(place)
@@ -290,13 +285,15 @@ class RecordedRun:
         weights = (drawn.indices != PADDING).astype(np.float32)
         indices = drawn.indices.copy()
         reasons: dict[int, str] = {}
-        for bad in stream.bad_samples(place):
-            for row in np.flatnonzero(drawn.indices == bad.index).tolist():
-                reasons[row] = bad.error
-                if bad.substitute is None:
+        for sample in stream.bad_samples(place) if bad is None else bad:
+            for row in np.flatnonzero(drawn.indices == sample.index).tolist():
+                reasons[row] = str(sample.error)
+                if sample.substitute is None:
                     weights[row] = 0
                     continue
-                indices[row] = bad.substitute
+                indices[row] = sample.substitute
                 of_row = drawn.at(slice(row, row + 1))
-                keys[row] = plan.substitute_keys(place.split, of_row, bad.substitute)[0]
+                keys[row] = plan.substitute_keys(
+                    place.split, of_row, sample.substitute
+                )[0]
         return MicroBatchDraws(place, indices, drawn.indices, keys, weights, reasons)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -17,6 +17,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
+from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import (
     StoreRecord,
@@ -33,22 +34,8 @@ _SECTIONS = {
     "transform": TransformConfig,
     "augment": AugmentConfig | None,
 }
+_OF_BAD = ("store", "index", "name", "substitute", "error", "fault")
 _INLINE = PoolConfig(engine="inline")
-
-
-@dataclass(frozen=True)
-class RecordedBad:
-    """A sample that a run could not use, by its quarantine/.
-
-    Attributes:
-        index: its index in the store.
-        substitute: index of the sample that the model saw instead; None = none.
-        error: why it could not be used.
-    """
-
-    index: int
-    substitute: int | None
-    error: str
 
 
 class RecordedStream:
@@ -79,12 +66,8 @@ class RecordedStream:
         Raises:
             RaypipeError: a store, code or object that it needs is missing.
         """
-        entries = self._trusted | self._given
-        arguments = {
-            name: self._restored(name, entry) if name in self._trusted else entry
-            for name, entry in entries.items()
-            if name != "augment"
-        }
+        names = self.record.arguments.keys() | self._given.keys()
+        arguments = {name: self._value(name) for name in names - {"augment"}}
         transform = arguments.get("transform")
         for split in ("train", "val"):
             if transform and arguments.get(f"{split}_transform", "") != "":
@@ -109,22 +92,20 @@ class RecordedStream:
     def augment(self) -> AugmentConfig | None:
         """The augmentation on the device that the loader got; None = none."""
         given = self._given.get("augment")
-        if "augment" in self._given and (
-            given is None or isinstance(given, AugmentConfig)
-        ):
-            return given
-        _ = self._trusted
-        entry = self.record.augment
-        if given is None:
-            return self._restored("augment", entry)
+        if given is None or isinstance(given, AugmentConfig):
+            return self._value("augment")
         # a mere module, as raypipe.loader takes it
-        fields = dict(entry["settings"]) if entry else {}
-        fields.pop("module", None)
-        config = self._restored("augment", {"settings": fields})
-        return replace(config, module=given)
+        entry = self._trusted["augment"] or {"settings": {}}
+        fields = {**entry["settings"], "module": ""}
+        return replace(self._restored("augment", {"settings": fields}), module=given)
+
+    def _value(self, name: str) -> Any:
+        """Return an argument: the given one, or what its entry says."""
+        if name in self._given:
+            return self._given[name]
+        return self._restored(name, self._trusted[name])
 
     def _restored(self, name: str, entry: Any) -> Any:
-        """Return the value of an argument's entry."""
         kind = _SECTIONS.get(name, object)
         section = AugmentConfig if name == "augment" else kind
         with damage_told(f"{self._run_uri}: the record of {name}"):
@@ -136,11 +117,11 @@ class RecordedStream:
     @functools.cached_property
     def _trusted(self) -> dict[str, Any]:
         """The entries that are used; raises ConfigError if they name code or addresses that nobody has trusted."""
-        recorded = {**self.record.arguments, "augment": self.record.augment}
-        named = {key: recorded[key] for key in recorded.keys() - self._given}
-        check_named_code(named, self._run_uri.removeprefix("file://"), self._trusts)
-        check_named_addresses(named, self._run_uri, self._trusts)
-        return named
+        entries = {**self.record.arguments, "augment": self.record.augment}
+        used = {key: entries[key] for key in entries.keys() - self._given}
+        check_named_code(used, self._run_uri.removeprefix("file://"), self._trusts)
+        check_named_addresses(used, self._run_uri, self._trusts)
+        return entries
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -198,36 +179,31 @@ class RecordedStream:
         return ""
 
     @functools.cached_property
-    def _changed_stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
-        """The stores that have other contents than in the run, as they were and as they are."""
+    def _stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
+        """The stores as they were in the run, and as they are."""
         return [
-            (then, now)
-            for split, parts in recorded_stores(self.spec.stores).items()
-            for then, part in zip(self.record.parts(split), parts, strict=False)
-            if (now := StoreRecord(**part)).fingerprint != then.fingerprint
-            or now.samples != then.samples
+            parts
+            for split, now in recorded_stores(self.spec.stores).items()
+            for parts in zip(self.record.parts(split), now, strict=False)
         ]
 
     @property
     def _has_recorded_sizes(self) -> bool:
-        return all(
-            [part.samples for part in self.record.parts(split)]
-            == [part["samples"] for part in parts]
-            for split, parts in recorded_stores(self.spec.stores).items()
-        )
+        return all(then.samples == now.samples for then, now in self._stores)
 
     @property
     def is_open(self) -> bool:
         """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
         return not self._why_closed and self._has_recorded_sizes
 
-    @property
+    @functools.cached_property
     def lacks(self) -> str:
         """The reason why pixels cannot be made, or would be others; empty = they can be made."""
         return self._why_closed or "; ".join(
             f"{now.address} has other contents than in the run ({now.samples} samples, fingerprint "
             f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
-            for then, now in self._changed_stores
+            for then, now in self._stores
+            if (now.fingerprint, now.samples) != (then.fingerprint, then.samples)
         )
 
     @functools.cached_property
@@ -266,21 +242,23 @@ class RecordedStream:
         check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
         return named
 
-    def bad_samples(self, place: MicroBatchId) -> list[RecordedBad]:
+    def bad_samples(self, place: MicroBatchId) -> list[BadSample]:
         """Read the quarantine's record of a micro-batch, an object a line; empty where it had no bad samples.
 
         Raises:
             ConfigError: the file cannot be read as a record of bad samples.
         """
-        samples: list[RecordedBad] = []
+        samples: list[BadSample] = []
         if not self.quarantine:
             return samples
         address = join_address(self.quarantine, f"{place}.jsonl")
         with damage_told(address):
             for record in read_lines(address):
-                substitute = record["substitute"]
-                if substitute is not None:
-                    whole_number(substitute, "substitute")
-                index = whole_number(record["index"], "index")
-                samples.append(RecordedBad(index, substitute, str(record["error"])))
+                bad = BadSample(
+                    **{name: record[name] for name in _OF_BAD}, position=place
+                )
+                whole_number(bad.index, "index")
+                if bad.substitute is not None:
+                    whole_number(bad.substitute, "substitute")
+                samples.append(bad)
         return samples

@@ -18,17 +18,20 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import ConfigError
-from raypipe.history.recorded import RecordedRun, open_run
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.history.compared import first_other_draws, other_records
+from raypipe.history.recorded import RecordedRun
 from raypipe.history.sample_table import sample_rows
 from raypipe.history.step_maker import Remade, remade_of
 from raypipe.plan.places import MicroBatchId, Split
+from raypipe.streaming.hashes import batch_hash
 
 if TYPE_CHECKING:
-    from raypipe.history.drawn_at import History, SampleHistory
+    from raypipe.history.drawn_at import History
+
+# Steps whose pixels are compared: the first, and those at the begin of epochs.
+_MAX_MADE = 8
 
 logger = logging.getLogger(__name__)
 
@@ -48,38 +51,34 @@ def replay(
     Raises:
         ConfigError: there is no run, or it has not begun to train.
     """
-    opened = open_run(run, trust_run_code=trust_run_code, **given)
+    opened = Replay(run, trust_run_code, anyway, **given)
     for sentence in opened.differences:
         logger.warning("%s", sentence)
-    return Replay(opened, anyway)
+    return opened
 
 
-class Replay:
+class Replay(RecordedRun):
     """The steps of a run, counted from 1 as in metrics.jsonl; `raypipe.replay` makes it.
 
     Iterating yields the micro-batches of one step after the other.
 
-    Attributes:
-        run: the run, by its folder.
-        differences: sentences that say what has changed since the run; empty = nothing.
+    Args:
+        run, trust_run_code, anyway, given: see `replay`.
     """
 
-    def __init__(self, run: RecordedRun, anyway: bool = False) -> None:
-        self.run = run
+    def __init__(
+        self,
+        run: str | Path,
+        trust_run_code: bool = False,
+        anyway: bool = False,
+        **given: Any,
+    ) -> None:
+        super().__init__(run, trust_run_code, **given)
         self._anyway = anyway
-
-    @property
-    def differences(self) -> list[str]:
-        """See the class."""
-        return self.run.differences
-
-    def __len__(self) -> int:
-        """Return the number of steps of the whole run."""
-        return self.run.num_steps
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(1, len(self) + 1):
-            if not self.run.is_skipped(step):
+            if not self.is_skipped(step):
                 yield self[step]
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:
@@ -90,14 +89,14 @@ class Replay:
         """
         if isinstance(key, tuple):
             step, micro = key
-            (place,) = self.run.micro_batches(step, micro=micro)
+            (place,) = self.micro_batches(step, micro=micro)
             return self.batch(place)
-        return [self.batch(place) for place in self.run.micro_batches(key)]
+        return [self.batch(place) for place in self.micro_batches(key)]
 
     def batch(self, place: MicroBatchId) -> Batch:
         """Make a micro-batch as the loop got it, also one of a validation."""
-        plan = self.run.plan
-        workers = self.run.start_at(place).workers
+        plan = self.plan
+        workers = self.start_at(place).workers
         ends_step = place.micro >= plan.config.per_step - workers
         ends_split = ends_step and plan.ends_split(place)
         batch = self.remade(place).finished
@@ -105,13 +104,13 @@ class Replay:
 
     def remade(self, place: MicroBatchId) -> Remade:
         """Return a micro-batch that is made again as far as it is asked for; see `batch`."""
-        stream = self.run.start_at(place).stream
+        stream = self.start_at(place).stream
         if stream.lacks and not self._anyway:
             hint = ""
             if stream.is_open:
                 hint = "; anyway=True (--anyway) makes them as they are now"
             raise ConfigError(
-                f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
+                f"the pixels of {self.address} cannot be made again: {stream.lacks}{hint}. The order of its "
                 "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
             )
         return remade_of(stream, place)
@@ -137,31 +136,61 @@ class Replay:
         """
         return [
             row
-            for place in self.run.micro_batches(step, rank, micro)
+            for place in self.micro_batches(step, rank, micro)
             for row in self.samples_of(place)
         ]
 
     def samples_of(self, place: MicroBatchId) -> list[dict[str, Any]]:
         """Return a row for each sample of a micro-batch, also one of a validation; see `samples`."""
-        run = self.run
-        stream = run.start_at(place).stream
-        draws = run.draws(place)
-        remade = None
+        stream = self.start_at(place).stream
+        remade = bad = None
         if stream.is_open and (self._anyway or not stream.lacks):
             remade = self.remade(place)
             if not stream.quarantine and stream.spec.transform.max_bad_fraction:
-                # nothing has recorded the substitutes of bad samples
-                index = remade.host.index
-                for row in np.flatnonzero(index != draws.drawn).tolist():
-                    draws.bad.setdefault(row, "it cannot be used")
-                draws = draws._replace(
-                    indices=index, weights=np.asarray(remade.host.weight)
-                )
-        step = run.step_of(place)
-        of_place = {"step": step, "micro": place.micro, "rank": run.rank_of(place)}
+                # nothing has recorded them
+                bad = remade.bad
+        draws = self.draws(place, bad)
+        step = self.step_of(place)
+        of_place = {"step": step, "micro": place.micro, "rank": self.rank_of(place)}
         return [{**of_place, **row} for row in sample_rows(draws, stream, remade)]
 
-    def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
+    def compare(self, other: Replay) -> dict[str, Any]:
+        """Compare this run with another one.
+
+        Returns:
+            `equal`: nothing differs in what was compared; `order`: the first step with other samples or seeds,
+            None = none of the `compared_steps` has; `pixels`: the first step that was made and is not the same,
+            None = none is; `made_steps`; `settings` and `loss`, see `other_records`; and `unknown`: why pixels
+            could not be compared, empty = they were.
+        """
+        order, compared_steps = first_other_draws(self.plan, other.plan)
+        # until the order parts, else the first and those that begin epochs
+        num_steps = min(len(self), len(other)) if order is None else order - 1
+        begins = range(1, num_steps + 1, max(1, self.plan.steps_per_epoch))
+        made: list[int] = []
+        pixels = None
+        unknown = ""
+        try:
+            for step in begins[:_MAX_MADE]:
+                hashes = [[*map(batch_hash, run[step])] for run in (self, other)]
+                made.append(step)
+                if hashes[0] != hashes[1]:
+                    pixels = step
+                    break
+        except RaypipeError as error:
+            made = []
+            unknown = str(error)
+        return {
+            "equal": order is None and pixels is None,
+            "order": order,
+            "compared_steps": compared_steps,
+            "pixels": pixels,
+            "made_steps": made,
+            **other_records(self, other),
+            "unknown": unknown,
+        }
+
+    def when(self, sample: int | str, split: Split = "train") -> dict[str, Any]:
         """Find the steps that drew a sample, and those that will; see `raypipe.history.drawn_at.History.of`."""
         return self._history.of(sample, split)
 
@@ -169,4 +198,4 @@ class Replay:
     def _history(self) -> History:
         from raypipe.history.drawn_at import History
 
-        return History(self.run)
+        return History(self)

@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from raypipe.device.augment import DeviceAugment, preset_params, view_seed
+from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import partner_rows
 from raypipe.device.modules import ChosenRows
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import Remade
 from raypipe.kernel import Op
 from raypipe.plan.places import PADDING
-from raypipe.stores.base import name_of
-from raypipe.streaming.items import ItemMaker
+from raypipe.stores.base import Columns, name_of
+from raypipe.streaming.items import DatasetItems
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import NO_LABEL, read_samples
-from raypipe.transform.views import makes_views
 
 if TYPE_CHECKING:
     from raypipe.history.recorded import MicroBatchDraws
@@ -49,7 +48,6 @@ def sample_rows(
     Args:
         remade: the micro-batch; None = only the order is known.
     """
-    drawn = zip(draws.indices.tolist(), draws.weights.tolist(), draws.keys, strict=True)
     rows: Rows = [
         {
             "row": row,
@@ -57,56 +55,58 @@ def sample_rows(
             "name": "",
             "label": None,
             "class": None,
-            "weight": weight,
-            "seed": "".join(f"{half:016x}" for half in key.tolist()),
+            "weight": float(draws.weights[row]),
+            "seed": draws.keys[row].astype(">u8").tobytes().hex(),
             "drawn": [],
             "augmented": [],
             "mixed": None,
             "bad": draws.bad.get(row, ""),
         }
-        for row, (index, weight, key) in enumerate(drawn)
+        for row, index in enumerate(draws.indices.tolist())
     ]
-    there = [row for row in rows if row["index"] != PADDING]
     if stream.is_open:
-        _add_names(there, draws, stream)
-    if remade is not None:
-        _add_drawn(rows, draws, remade)
+        _add_stored(rows, draws, stream, remade)
+    if remade is not None and draws.place.split == "train":
         augment = remade.maker.stage.augment
-        if augment is not None and draws.place.split == "train":
-            _add_augmented(there, draws, remade, augment)
+        if augment is not None:
+            _add_augmented(rows, remade, augment)
             if sum(augment.config.mix_shares):
                 _add_mixed(rows, draws, remade)
     return rows
 
 
-def _add_names(there: Rows, draws: MicroBatchDraws, stream: RecordedStream) -> None:
-    """Add names and labels of samples, but for labels that are missing or damaged."""
-    store = stream.spec.stores[draws.place.split]
-    columns = stream.spec.columns
+def _add_stored(
+    rows: Rows, draws: MicroBatchDraws, stream: RecordedStream, remade: Remade | None
+) -> None:
+    """Add names, labels and what the CPU transform draws, but for samples that cannot be read."""
+    spec = stream.spec
+    store = spec.stores[draws.place.split]
+    there = [row for row in rows if row["index"] != PADDING]
     for row in there:
         row["name"] = name_of(store, row["index"])
-    if not columns.has_target or columns.target is not None:
+    if isinstance(spec.transforms[draws.place.split], DatasetItems):
         return
+    has_class = spec.columns.has_target and spec.columns.target is None
+    names = ("image", "label") if has_class else ("image",)
     titles = dict(enumerate(store.classes or ()))
-    indices = np.array([row["index"] for row in there], np.int64)
     with contextlib.suppress(RaypipeError):
-        labels = read_samples(store, indices).labels.tolist()
-        for row, label in zip(there, labels, strict=True):
+        samples = read_samples(store, draws.indices, names, has_class)
+        for row in there if has_class else ():
+            label = int(samples.labels[row["row"]])
             if label != NO_LABEL:
                 row |= {"label": label, "class": titles.get(label)}
+        if remade is not None:
+            _add_drawn(rows, draws, remade, samples)
 
 
-def _add_drawn(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
+def _add_drawn(
+    rows: Rows, draws: MicroBatchDraws, remade: Remade, samples: Columns
+) -> None:
     """Add the operations of the CPU transform's programs."""
-    maker = remade.maker.maker
-    place = draws.place
-    sample_maker = maker.sample_makers.get(place)
-    if isinstance(sample_maker, ItemMaker) or all(
-        transform.program is None for _, transform in sample_maker.transforms
-    ):
-        return
-    sample_maker.weaken(maker.sample_makers.strength(place))
-    samples = maker.read_store(place, draws.indices)
+    makers = remade.maker.maker.sample_makers
+    sample_maker = makers.get(draws.place)
+    assert isinstance(sample_maker, SampleMaker), "a store's samples are transformed"
+    sample_maker.weaken(makers.strength(draws.place))
     for field, program, params, is_known in sample_maker.drawn(samples, draws.keys):
         view = _of_view(field.partition(".")[2])
         for row in np.flatnonzero(is_known & (draws.weights > 0)).tolist():
@@ -117,25 +117,23 @@ def _add_drawn(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
             ]
 
 
-def _add_augmented(
-    there: Rows, draws: MicroBatchDraws, remade: Remade, augment: DeviceAugment
-) -> None:
+def _add_augmented(rows: Rows, remade: Remade, augment: DeviceAugment) -> None:
     """Add the operations of the augmentation on the device."""
-    strength = remade.maker.strength_at(draws.place)
-    if augment.preset is not None:
-        for view, seed, shape in _images_of(remade.arrived):
-            params = vars(preset_params(augment.preset, seed, shape, strength))
-            for row in there:
-                numbers = {key: of[row["row"]].tolist() for key, of in params.items()}
-                row["augmented"].append({"op": "preset", **_of_view(view), **numbers})
-    steps = augment.modules.steps if augment.modules else []
-    if makes_views(remade.maker.spec.transforms["train"]) or not steps:
-        return
-    _ = remade.finished  # Kornia's modules keep what they drew last
-    for row in there:
+    # made first: the augmentation keeps what it drew last
+    views = remade.finished.views
+    titles = list(_titles_of(views)) or [""]
+    # Kornia's modules keep the draws of one crop
+    steps = augment.modules.steps if augment.modules and not views else []
+    for row in rows:
+        number = row["row"]
+        if row["index"] == PADDING:
+            continue
+        for view, params in zip(titles, augment.drawn, strict=False):
+            numbers = {key: of[number].tolist() for key, of in vars(params).items()}
+            row["augmented"].append({"op": "preset", **_of_view(view), **numbers})
         for step in steps:
-            for name, drawn in _kept_params(step, row["row"]):
-                row["augmented"] += _of_params(name, drawn, row["row"])
+            for name, drawn in _kept_params(step, number):
+                row["augmented"] += _of_params(name, drawn, number)
 
 
 def _add_mixed(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
@@ -154,14 +152,13 @@ def _of_view(view: str) -> dict[str, str]:
     return {"view": view} if view else {}
 
 
-def _images_of(arrived: Batch) -> Iterator[tuple[str, int, tuple[int, int, int]]]:
-    """The images of a batch, or the crops of its views: name, seed and (B, H, W) of each."""
-    for name, image in (arrived.views or {"": arrived.image}).items():
-        crops = [image] if image.ndim == 4 else image.unbind(1)
-        for number, crop in enumerate(crops):
-            seed = view_seed(name, number, arrived.seed) if name else arrived.seed
-            title = name if crop is image else f"{name} {number}"
-            yield title, seed, (len(crop), *crop.shape[-2:])
+def _titles_of(views: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The name of each image of a sample: its view, and its number where that has several crops."""
+    for name, images in views.items():
+        if images.ndim == 4:
+            yield name
+        else:
+            yield from (f"{name} {number}" for number in range(images.shape[1]))
 
 
 def _kept_params(module: Any, row: int) -> Iterator[tuple[str, Any]]:
@@ -183,16 +180,16 @@ def _of_params(name: str, drawn: Any, row: int) -> Iterator[dict[str, Any]]:
         for chosen in drawn:
             # a container numbers its operations
             yield from _of_params(chosen.name.rstrip("_0123456789"), chosen.data, row)
-        return
-    probability = drawn.get("batch_prob") if isinstance(drawn, Mapping) else None
-    if not isinstance(probability, torch.Tensor):
-        return
-    # one for all rows, or one for each
-    if not bool(probability[row if len(probability) > 1 else 0] > 0.5):
-        return
-    numbers = {"op": name}
-    for title, value in drawn.items():
-        has_row = isinstance(value, torch.Tensor) and value.ndim and row < len(value)
-        if has_row and title != "batch_prob" and value[row].numel() <= _MOST_NUMBERS:
-            numbers[title] = value[row].tolist()
-    yield numbers
+    elif isinstance(drawn, Mapping) and "batch_prob" in drawn:
+        tensors = dict(drawn)
+        probability = tensors.pop("batch_prob")
+        # one for all rows, or one for each
+        if probability[row if len(probability) > 1 else 0] > 0.5:
+            yield {"op": name} | {
+                title: value[row].tolist()
+                for title, value in tensors.items()
+                if isinstance(value, torch.Tensor)
+                and value.ndim
+                and row < len(value)
+                and value[row].numel() <= _MOST_NUMBERS
+            }

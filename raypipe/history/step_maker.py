@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -84,13 +84,21 @@ class Remade:
         self.place = place
         self._excluded = excluded
 
-    @functools.cached_property
+    @property
     def host(self) -> MicroBatch:
         """The batch from the CPU transform, without the samples that the run could not use."""
+        return self._made[0]
+
+    @property
+    def bad(self) -> list[BadSample]:
+        """The samples that could not be used."""
+        return self._made[1]
+
+    @functools.cached_property
+    def _made(self) -> tuple[MicroBatch, list[BadSample]]:
         maker = self.maker.maker
         with process_kept(maker.draws_globally):
-            batch, _ = maker.make(self.place, excluded=self._excluded)
-        return batch
+            return maker.make(self.place, excluded=self._excluded)
 
     @functools.cached_property
     def arrived(self) -> Batch:
@@ -115,11 +123,10 @@ class Remade:
 
 def remade_of(stream: RecordedStream, place: MicroBatchId) -> Remade:
     """Return a micro-batch of a recorded stream, without the samples that the run could not use."""
-    if stream not in _makers:
-        dtype = stream.record.dtype or ""
-        _makers[stream] = StepMaker(stream.spec, stream.augment, dtype)
     bad = {sample.index: sample.error for sample in stream.bad_samples(place)}
-    return Remade(_makers[stream], place, bad)
+    return Remade(_maker_of(stream), place, bad)
 
 
-_makers = weakref.WeakKeyDictionary[RecordedStream, StepMaker]()
+@functools.lru_cache(maxsize=2)
+def _maker_of(stream: RecordedStream) -> StepMaker:
+    return StepMaker(stream.spec, stream.augment, stream.record.dtype or "")

@@ -2,7 +2,7 @@
 
     process       records events (`metrics.tracer`); a thread sends them again and again   TraceSender
     Supervisor    holds them                                                               HeldTrace
-    rank 0        takes them, and writes the trace                                         record.rank_trace
+    rank 0        takes them, and writes the trace                                         rank_trace
 
 Events have their machine's time of day, which machines of a cluster share to a few milliseconds.
 """

@@ -15,17 +15,16 @@ import dataclasses
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.packages import versions
 from raypipe.plan.custom import sampler_content
 from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
-from raypipe.storage.files import read_json, write_json
+from raypipe.storage.files import read_json
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.row import host_batches
 from raypipe.transform.fields import MicroBatch
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 _CHUNK = 16
 
 
-@dataclass(frozen=True)
-class MicroBatchDigest:
+class MicroBatchDigest(NamedTuple):
     """The digest of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
 
     name: str
@@ -102,57 +100,45 @@ def iterate_digests(
             )
 
 
-@dataclass(frozen=True)
-class DigestFile:
+class Digests(NamedTuple):
     """The digests of a stream: the settings that it was made with, and name → 32 hex digits, in its order."""
 
-    address: str
     settings: dict[str, Any]
     micro_batches: dict[str, str]
 
-    @staticmethod
-    def read(address: str | Path) -> DigestFile:
-        """Read the digests of a file; raise ConfigError if it does not exist."""
-        content = read_json(address)
-        try:
-            settings = dict(content["settings"])
-            micro_batches = dict(content["micro_batches"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{address} holds no digests ({type(error).__name__}: {error}): make it by "
-                "`raypipe digest STORE --output FILE`"
-            ) from None
-        return DigestFile(str(address), settings, micro_batches)
 
-    def write(self) -> None:
-        """Raises ConfigError if it cannot be written."""
-        write_json(
-            self.address,
-            {"settings": self.settings, "micro_batches": self.micro_batches},
-        )
+def read_digests(address: str | Path) -> Digests:
+    """Read the digests of a file; raise ConfigError if it does not exist."""
+    content = read_json(address)
+    try:
+        return Digests(dict(content["settings"]), dict(content["micro_batches"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{address} holds no digests ({type(error).__name__}: {error}): make it by "
+            "`raypipe digest STORE --output FILE`"
+        ) from None
 
 
-def compare(expected: DigestFile, actual: DigestFile) -> dict[str, Any]:
+def compare(expected: Digests, actual: Digests, title: str) -> dict[str, Any]:
     """Compare two streams over the micro-batches that both have.
+
+    Args:
+        title: the file of the expected one, for the error.
 
     Returns:
         `equal`, `compared`, `different` (how many), `first_different` (None = all are equal), and `settings` that
-        differ, name → [the expected stream's, the actual one's].
+        differ, name → (the expected stream's, the actual one's).
 
     Raises:
         ConfigError: the streams have no micro-batch in common.
     """
-    both = [name for name in actual.micro_batches if name in expected.micro_batches]
+    hashes = expected.micro_batches
+    both = [name for name in actual.micro_batches if name in hashes]
     if not both:
         raise ConfigError(
-            f"nothing to compare: {expected.address} and this stream cover different steps (see "
-            "--from-step, --to-step)"
+            f"nothing to compare: {title} and this stream cover different steps (see --from-step, --to-step)"
         )
-    different = [
-        name
-        for name in both
-        if actual.micro_batches[name] != expected.micro_batches[name]
-    ]
+    different = [name for name in both if actual.micro_batches[name] != hashes[name]]
     return {
         "equal": not different,
         "compared": len(both),
@@ -162,10 +148,12 @@ def compare(expected: DigestFile, actual: DigestFile) -> dict[str, Any]:
     }
 
 
-def other_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[Any]]:
+def other_settings(
+    one: dict[str, Any], other: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, name → both values."""
     return {
-        name: [one.get(name), other.get(name)]
+        name: (one.get(name), other.get(name))
         for name in {**one, **other}
         if one.get(name) != other.get(name)
     }

@@ -24,7 +24,7 @@ from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
 from raypipe.streaming.loop_progress import Progress
-from raypipe.streaming.record.rank_trace import RankTrace
+from raypipe.streaming.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0

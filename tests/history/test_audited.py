@@ -19,7 +19,7 @@ from pictures import CLASSES, picture, samples
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.audited import AuditedRecord
-from raypipe.history.recorded import open_run
+from raypipe.history.recorded import RecordedRun
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.destination import write_atomically
@@ -94,9 +94,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def audited(run: Path, num: int | None = None, **given: Any) -> AuditedRecord:
     """The audit of a run with all micro-batches, or a number of random ones, made again."""
-    record = AuditedRecord(open_run(run, **given))
+    record = AuditedRecord(RecordedRun(run, **given))
     record.check_record()
-    record.compare(record.places() if num is None else record.choose(num, seed=7))
+    record.compare(record.places if num is None else record.choose(num, seed=7))
     return record
 
 
@@ -388,7 +388,7 @@ def test_a_sound_run_is_compared_as_a_whole(folder: Path) -> None:
     record = audited(folder / "two")
     assert record.findings == [] and record.uncompared == ""
     assert record.num_compared == record.num_finished == 3 * PER_EPOCH
-    assert all(epoch.is_complete for epoch in record.epochs.values())
+    assert all(epoch["is_complete"] for epoch in record.epochs.values())
     assert re.fullmatch("[0-9a-f]{64}", record.root)
     assert record.root == audited(folder / "whole", 0).root
 
@@ -451,4 +451,4 @@ def test_a_run_without_hashes_says_so(folder: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(folder / "whole", tmp_path / "run"))
     shutil.rmtree(run / "digests")
     with pytest.raises(ConfigError, match=r"train\.log=\[digest\]"):
-        AuditedRecord(open_run(run))
+        AuditedRecord(RecordedRun(run))

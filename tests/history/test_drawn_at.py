@@ -22,7 +22,7 @@ from raypipe.commands.when import index_or_name, print_when, when
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.drawn_at import History, index_of
-from raypipe.history.recorded import open_run
+from raypipe.history.recorded import RecordedRun
 
 from pictures import picture  # isort: skip
 
@@ -128,24 +128,26 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
     quarantine = str(tmp_path / "run" / "quarantine")
     spec = spec_of(folder, **options, quarantine=quarantine)
     seen = trained(spec, tmp_path / "run", world_size)
-    history = History(open_run(tmp_path / "run"))
+    history = History(RecordedRun(tmp_path / "run"))
     rng = np.random.default_rng(1)
     num_samples = len(spec.stores["train"])
     num_found = 0
     for index in rng.integers(0, num_samples, NUM_QUERIES // len(KINDS)).tolist():
         found = history.of(index)
         draws = [
-            (draw.epoch, draw.step, draw.micro, draw.row)
-            for draw in found.draws
-            if not draw.was_bad
+            tuple(draw[name] for name in ("epoch", "step", "micro", "row"))
+            for draw in found["draws"]
+            if not draw["was_bad"]
         ]
         assert sorted(draws) == sorted(seen["train", index])
-        assert all(draw.has_come for draw in found.draws)
-        assert all(draw.rank == draw.micro % world_size for draw in found.draws)
+        assert all(draw["has_come"] for draw in found["draws"])
+        assert all(
+            draw["rank"] == draw["micro"] % world_size for draw in found["draws"]
+        )
         num_found += len(draws)
     assert num_found
     for index in range(40):
-        steps = [draw.step for draw in history.of(index, "val").draws]
+        steps = [draw["step"] for draw in history.of(index, "val")["draws"]]
         assert steps == [step for _, step, *_ in sorted(seen["val", index])]
 
 
@@ -186,7 +188,7 @@ def test_a_run_that_has_moved_keeps_its_bad_samples(
     bad = when(str(tmp_path / "moved"), bad=True)["samples"]
     assert bad and all("moved" in sample["error"] for sample in bad)
     replayed = raypipe.replay(tmp_path / "moved")
-    assert [replayed.when(sample["index"]).draws[0]._asdict() for sample in bad] == [
+    assert [replayed.when(sample["index"])["draws"][0] for sample in bad] == [
         sample["draws"][0] for sample in bad
     ]
 

@@ -19,7 +19,6 @@ from without_ray import every_batch
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.history.compared import compare_runs
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
@@ -255,10 +254,7 @@ def test_substitutes_of_bad_samples_are_listed(
     check_same(tmp_path / "run", batches, **spec.stores)
     replay = raypipe.replay(tmp_path / "run", **spec.stores)
     bad = [
-        row
-        for step in replay.run.steps_in(0)
-        for row in replay.samples(step)
-        if row["bad"]
+        row for step in replay.steps_in(0) for row in replay.samples(step) if row["bad"]
     ]
     assert bad and not {3, 7} & {row["index"] for row in bad}
 
@@ -270,8 +266,8 @@ def test_a_sample_that_only_the_run_could_not_read_is_left_out_again(
     spec = stream(stores["train"], quarantine=str(tmp_path / "bad"))
     recorded(tmp_path / "run", spec)
     replay = raypipe.replay(tmp_path / "run")
-    (place,) = replay.run.micro_batches(2, micro=1)
-    index = replay.run.draws(place).indices[2]
+    (place,) = replay.micro_batches(2, micro=1)
+    index = replay.draws(place).indices[2]
     made, bad = replay.remade(place).maker.maker.make(
         place, excluded={int(index): "it killed its actor"}
     )
@@ -282,7 +278,7 @@ def test_a_sample_that_only_the_run_could_not_read_is_left_out_again(
     assert (
         [row["index"] for row in rows]
         == made.index.tolist()
-        != replay.run.draws(place).drawn.tolist()
+        != replay.draws(place).drawn.tolist()
     )
     assert rows[2]["bad"] == "it killed its actor"
     assert raypipe.replay(tmp_path / "run")[2, 1].index.tolist() == made.index.tolist()
@@ -400,7 +396,7 @@ def test_versions_and_code_that_changed_are_named(
     monkeypatch.setattr(recorded_stream, "versions", lambda: {"numpy": "9.9"})
     monkeypatch.setattr(recorded_stream, "user_code", lambda: {"test_replay": "x"})
     replay = raypipe.replay(tmp_path / "run")
-    code = replay.run.stream.record.code["test_replay"]
+    code = replay.stream.record.code["test_replay"]
     assert replay.differences == [
         f"test_replay has changed since the run: it is x, and was {code}.",
         f"numpy has changed since the run: it is 9.9, and was {np.__version__}.",
@@ -418,7 +414,7 @@ def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
     ):
         replay[0]
     with pytest.raises(ConfigError, match="has the epochs 0 to 2, and no epoch 3"):
-        replay.run.steps_in(3)
+        replay.steps_in(3)
     with pytest.raises(ConfigError, match="step 1 had the micro-batches 0 to 3"):
         replay[1, 4]
     with pytest.raises(ConfigError, match="nowhere does not exist, or has no start"):
@@ -441,8 +437,8 @@ def test_a_comparison_says_where_two_runs_part(
         """The comparison of a run with the first one."""
         spec = stream(stores["train"], stores["val"], plan, **changes)
         recorded(tmp_path / name, spec)
-        runs = [raypipe.replay(tmp_path / each) for each in ("first", name)]
-        return compare_runs(*runs)
+        first, second = (raypipe.replay(tmp_path / each) for each in ("first", name))
+        return first.compare(second)
 
     same = compared("first")
     assert same["equal"] and not same["settings"] and same["loss"] is None
@@ -450,7 +446,7 @@ def test_a_comparison_says_where_two_runs_part(
     assert (same["pixels"], same["made_steps"]) == (None, [1, 7, 13])
     seed = compared("seed", {"seed": 4})
     assert (seed["equal"], seed["order"], seed["made_steps"]) == (False, 1, [])
-    assert seed["settings"]["plan.seed"] == [3, 4]
+    assert seed["settings"]["plan.seed"] == (3, 4)
     larger = replace(TRANSFORM, size={0: 16, 1: 24})
     resized = compared("resized", transform=larger)
     assert (resized["order"], resized["pixels"]) == (None, 7)

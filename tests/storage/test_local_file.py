@@ -43,7 +43,7 @@ import numpy as np
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.stores.bad_list import read_bad_list
-from raypipe.streaming.digest import DigestFile
+from raypipe.streaming.digest import read_digests
 from raypipe.stores import open_store
 from raypipe.stores import folder, lmdb, memory, parquet, tar
 
@@ -57,7 +57,7 @@ empty = memory.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.exclude"),
-    "digests": DigestFile.read,
+    "digests": read_digests,
     "settings": lambda path: parse_command("", job, ["--config", path], "doc"),
 }
 for line in sys.stdin:

@@ -11,9 +11,10 @@ from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.launch.run_folder import store_config
 from raypipe.streaming.digest import (
-    DigestFile,
+    Digests,
     compare,
     plain_settings,
+    read_digests,
 )
 from raypipe.streaming.hashes import combine
 from raypipe.streaming.opening import open_stream, spec_of
@@ -26,30 +27,30 @@ STREAM = {
     "val-e0000-s000000-m000": "cc",
 }
 SETTINGS = {"plan": "1234", "workers": 1, "version.numpy": "2.4"}
-ONE = DigestFile("one.json", SETTINGS, STREAM)
+ONE = Digests(SETTINGS, STREAM)
 
 
 def test_streams_are_compared_over_what_both_have_and_settings_are_named() -> None:
     settings = {"plan": "1234", "workers": 4, "machine": "arm64"}
     changed = {**dict(list(STREAM.items())[1:]), "val-e0000-s000000-m000": "yy"}
-    assert compare(ONE, DigestFile("other.json", settings, changed)) == {
+    assert compare(ONE, Digests(settings, changed), "one.json") == {
         "equal": False,
         "compared": 2,
         "different": 1,
         "first_different": "val-e0000-s000000-m000",
         "settings": {
-            "workers": [1, 4],
-            "version.numpy": ["2.4", None],
-            "machine": [None, "arm64"],
+            "workers": (1, 4),
+            "version.numpy": ("2.4", None),
+            "machine": (None, "arm64"),
         },
     }
-    assert compare(ONE, ONE)["equal"]
-    nothing = DigestFile("x.json", SETTINGS, {"train-e0009-s000000-m000": "aa"})
+    assert compare(ONE, ONE, "one.json")["equal"]
+    nothing = Digests(SETTINGS, {"train-e0009-s000000-m000": "aa"})
     with pytest.raises(
         ConfigError,
         match=r"nothing to compare: .*one\.json and this stream cover different steps .*from-step",
     ):
-        compare(ONE, nothing)
+        compare(ONE, nothing, "one.json")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_file_that_holds_no_digests(tmp_path: Path, text: str) -> None:
         ConfigError,
         match=r"x\.json holds no digests .*raypipe digest STORE --output FILE",
     ):
-        DigestFile.read(tmp_path / "x.json")
+        read_digests(tmp_path / "x.json")
 
 
 def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(

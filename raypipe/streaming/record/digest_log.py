@@ -26,7 +26,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,25 +77,24 @@ class EpochRecord:
     """Record of an epoch, of all ranks.
 
     Attributes:
-        recorded: the hashes of each place, in the order of their starts; the newest count.
+        recorded: the hashes of each place, by the newest start that has recorded it.
         starts: the lines of the starts that wrote it.
         damaged: names of files with other lines than were written.
-        num_unknown: number of lines that are objects of another kind.
     """
 
-    recorded: dict[MicroBatchId, list[Hashes]] = field(default_factory=dict)
+    recorded: dict[MicroBatchId, Hashes] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-    num_unknown: int = 0
 
     @property
     def root(self) -> str:
         """64 hex digits over the sorted lines of all micro-batches."""
-        lines = sorted(
-            _line(place, several[-1].stream, several[-1].finished)
-            for place, several in self.recorded.items()
+        return root_of(
+            sorted(
+                _line(place, hashes.stream, hashes.finished)
+                for place, hashes in self.recorded.items()
+            )
         )
-        return root_of(lines)
 
 
 def root_of(lines: Iterable[str]) -> str:
@@ -142,7 +141,6 @@ class DigestLog(Observer):
         self._filesystem, run = folder
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._folder = f"{run}/{DIGESTS}"
-        self._rank = rank
         self._start = {
             "kind": "start",
             "plan": record["plan"],
@@ -154,9 +152,8 @@ class DigestLog(Observer):
         }
         self._epoch = -1
         self._path = ""
-        self._lines = list[str]()
-        self._written = (0, 0)  # number of lines in the file, and their sum
-        self._is_synced = True
+        self._lines = list[str]()  # not written yet
+        self._count = (0, 0)  # number of lines in the file, and their sum
         # In object storage a file is written as a whole.
         self._content = b""
         self._flushed_at = 0.0
@@ -166,41 +163,38 @@ class DigestLog(Observer):
     def add(self, batch: Batch) -> None:
         """Record a batch that is handed out."""
         position = batch.position
+        hashes = (batch.stream_hash.hex(), batch.finished_hash.hex())
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self.flush(synced=True)
-                self._epoch = position.epoch
-                with self._best_effort():
-                    self._mend_counts()
-                self._begin_file()
-            self._lines.append(
-                _line(position, batch.stream_hash.hex(), batch.finished_hash.hex())
-            )
+                self._begin_epoch(position.epoch)
+            self._lines.append(_line(position, *hashes))
             flush_s = _FLUSH_S if self._is_local else _FLUSH_REMOTE_S
             is_due = time.monotonic() - self._flushed_at > flush_s
             if batch.ends_split or is_due:
                 self.flush(synced=batch.ends_split)
 
+    def _begin_epoch(self, epoch: int) -> None:
+        """Count again what this rank has of an epoch: a machine that was lost may have lost lines."""
+        self._epoch = epoch
+        with self._best_effort():
+            for *of_file, path in recorded_files((self._filesystem, self._folder)):
+                if of_file == [epoch, self._start["rank"]]:
+                    lines, is_whole = _read_lines(self._filesystem, path)
+                    if not is_whole:
+                        self._write_count(path, (len(lines), sum_of(lines)))
+        self._begin_file()
+
     def _begin_file(self) -> None:
-        now = time.time()
-        name = f"epoch-{self._epoch:04d}-rank-{self._rank:04d}-{round(now * 1e6):x}"
-        self._path = f"{self._folder}/{name}"
-        self._lines = [json.dumps({**self._start, "time": now}) + "\n"]
-        self._written = (0, 0)
+        """Begin a file; its first line is that of this start."""
+        self._start["time"] = time.time()
+        rank = self._start["rank"]
+        number = round(self._start["time"] * 1e6)
+        self._path = (
+            f"{self._folder}/epoch-{self._epoch:04d}-rank-{rank:04d}-{number:x}"
+        )
+        self._count = (0, 0)
         self._content = b""
-
-    def _mend_counts(self) -> None:
-        """Count again what this rank has of the epoch: a machine that was lost may have lost lines."""
-        folder = (self._filesystem, self._folder)
-        for path in recorded_files(folder).get((self._epoch, self._rank), []):
-            lines = _read(self._filesystem, f"{path}.jsonl").split(b"\n")[:-1]
-            if not _is_whole(lines, _read(self._filesystem, f"{path}.json")):
-                self._write_count(path, (len(lines), sum_of(lines)))
-
-    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """Write all lines before rank 0 records the same steps in metrics.jsonl, so that these never end later."""
-        if self._is_local:
-            self.flush()
 
     def saving(self, cause: Any) -> None:
         """Write all lines, since a resume from the checkpoint does not make them again."""
@@ -216,49 +210,46 @@ class DigestLog(Observer):
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
-            if not self._lines and (self._is_synced or not synced):
+            waits_for_disk = self._is_local and synced and self._path
+            if not (self._lines or waits_for_disk):
                 return
             self._flushed_at = time.monotonic()
-            num, total = self._written
-            if not num:
-                with self._best_effort():
-                    # a file without a count was never written
-                    self._write_count(self._path, (0, 0))
-            unwritten = self._lines
             with self._best_effort():
-                self._append("".join(unwritten).encode(), synced)
-                total += sum_of(line[:-1].encode() for line in unwritten)
-                self._written = (num + len(unwritten), total % _SUMS)
+                self._write("".join(self._lines), synced)
                 self._lines = []
-                self._write_count(self._path, self._written)
             if self._lines and self._is_local:
                 # a part may be there, so all goes into another file, behind its own start
-                begin = 0 if num else 1
                 self._begin_file()
-                self._lines += unwritten[begin:]
 
-    def _append(self, lines: bytes, synced: bool) -> None:
-        """Append lines to the epoch's file; in object storage it is written as a whole."""
+    def _write(self, text: str, synced: bool) -> None:
+        num, total = self._count
         path = f"{self._path}.jsonl"
+        if not num:
+            # a file without a count was never written
+            self._write_count(self._path, (0, 0))
+            text = json.dumps(self._start) + "\n" + text
+        lines = text.encode()
         if self._is_local:
             append_whole(Path(path), lines, synced)
-            self._is_synced = synced
         else:
             with without_retries():
                 write_synced(self._filesystem, path, self._content + lines)
             self._content += lines
+        written = lines.splitlines()
+        self._count = (num + len(written), (total + sum_of(written)) % _SUMS)
+        self._write_count(self._path, self._count)
 
     def _write_count(self, path: str, count: tuple[int, int]) -> None:
+        text = json.dumps(count)
         if self._is_local:
             # a crash leaves the old or the new one
             new = Path(f"{path}.new")
             new.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(count))
+            new.write_text(text)
             new.replace(f"{path}.json")
         else:
             with without_retries():
-                content = json.dumps(count).encode()
-                write_synced(self._filesystem, f"{path}.json", content)
+                write_synced(self._filesystem, f"{path}.json", text.encode())
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
@@ -286,27 +277,27 @@ def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
             return b""
 
 
-def recorded_files(folder: RunFolder) -> dict[tuple[int, int], list[str]]:
-    """The files of a folder of digests, in order: (epoch, rank) → paths without their endings."""
+def recorded_files(folder: RunFolder) -> list[tuple[int, int, str]]:
+    """The files of a folder of digests, in order: epoch, rank, and the path without its ending."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
         selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
         names = sorted(info.base_name for info in filesystem.get_file_info(selector))
-    files: dict[tuple[int, int], list[str]] = {}
-    for match in filter(None, map(_FILE.fullmatch, names)):
-        of_rank = files.setdefault((int(match[2]), int(match[3])), [])
-        if (stem := f"{path}/{match[1]}") not in of_rank:
-            of_rank.append(stem)
-    return files
+    matches = filter(None, map(_FILE.fullmatch, names))
+    files = [(int(match[2]), int(match[3]), f"{path}/{match[1]}") for match in matches]
+    return list(dict.fromkeys(files))
 
 
-def _is_whole(lines: Sequence[bytes], count: bytes) -> bool:
-    """Return whether a file has all lines that were counted; a crash may leave others behind them."""
+def _read_lines(
+    filesystem: pyarrow.fs.FileSystem, path: str
+) -> tuple[list[bytes], bool]:
+    """The lines of a file, and whether it has all that were counted; a crash may leave others behind them."""
+    lines = _read(filesystem, f"{path}.jsonl").split(b"\n")[:-1]
     try:
-        num, total = json.loads(count)
-        return bool(sum_of(lines[:num]) == total)
+        num, total = json.loads(_read(filesystem, f"{path}.json"))
+        return lines, bool(sum_of(lines[:num]) == total)
     except (RecursionError, TypeError, ValueError):
-        return False
+        return lines, False
 
 
 def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
@@ -319,39 +310,42 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
         ConfigError: a file cannot be read.
     """
     record = EpochRecord()
-    files = recorded_files(folder).items()
-    for path in [path for key, paths in files for path in paths if key[0] == epoch]:
-        content = _read(folder[0], f"{path}.jsonl")
-        lines = content.split(b"\n")[:-1]
-        if not _is_whole(lines, _read(folder[0], f"{path}.json")):
-            record.damaged.append(path.rpartition("/")[2])
+    files = recorded_files(folder)
+    for path in [path for number, _, path in files if number == epoch]:
+        lines, is_whole = _read_lines(folder[0], path)
+        of_file: dict[MicroBatchId, Hashes] = {}
         start: dict[str, Any] = {}
-        for line in objects_of(content):
+        for line in objects_of(b"\n".join([*lines, b""])):
             if line.get("kind") == "start":
                 start = line
                 record.starts.append(start)
             elif start.get("plan") == fingerprint:
-                hashes = _hashes_in(line, start)
                 place = place_in(line.get("micro_batch"))
-                if place and place.epoch == epoch and hashes:
-                    record.recorded.setdefault(place, []).append(hashes)
+                hashes = _hashes_in(line, start)
+                if place and hashes and place.epoch == epoch:
+                    # a rank makes a place again only as it was
+                    is_whole &= of_file.setdefault(place, hashes)[:2] == hashes[:2]
                 else:
-                    record.num_unknown += 1
-    for several in record.recorded.values():
-        several.sort(key=lambda hashes: time_of(hashes.start))
+                    is_whole = False
+        for place, hashes in of_file.items():
+            earlier = record.recorded.get(place, hashes)
+            if _time_of(earlier.start) <= _time_of(hashes.start):
+                record.recorded[place] = hashes
+        if not is_whole:
+            record.damaged.append(path.rpartition("/")[2])
     return record
 
 
 def _hashes_in(line: dict[str, Any], start: dict[str, Any]) -> Hashes | None:
     """Return the hashes of a micro-batch's line; None = it has none."""
-    stream = line.get("hash")
-    finished = line.get("finished", "")
-    if not _HASH.fullmatch(str(stream)) or not _HASH.fullmatch(str(finished or stream)):
-        return None
-    return Hashes(str(stream), str(finished), start)
+    stream = str(line.get("hash"))
+    finished = str(line.get("finished", ""))
+    if _HASH.fullmatch(stream) and _HASH.fullmatch(finished or stream):
+        return Hashes(stream, finished, start)
+    return None
 
 
-def time_of(start: dict[str, Any]) -> float:
+def _time_of(start: dict[str, Any]) -> float:
     """The time of the line of a start, seconds of Unix time."""
     started = start.get("time")
     return started if isinstance(started, int | float) else 0.0

@@ -114,31 +114,29 @@ def stream_record(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return what a run's folder records of its stream, as JSON."""
-    record = StreamRecord(
+    stores = recorded_stores(spec.stores)
+    return {
         **settings_record(spec, augment, dtype),
-        stores=recorded_stores(spec.stores),
-        written=written_files(spec.stores),
-        quarantine=_absolute(spec.quarantine),
-        device=device.type,
-        code=user_code(),
-        versions={**versions(), "machine": platform.machine()},
-    )
-    return vars(record)
+        "stores": {split: [*map(vars, parts)] for split, parts in stores.items()},
+        "written": written_files(spec.stores),
+        "quarantine": _absolute(spec.quarantine),
+        "device": device.type,
+        "code": user_code(),
+        "versions": {**versions(), "machine": platform.machine()},
+    }
 
 
-def recorded_stores(
-    stores: Mapping[Split, Store],
-) -> dict[Split, list[dict[str, Any]]]:
-    """Return the stores of each split, as `StoreRecord`s in JSON."""
+def recorded_stores(stores: Mapping[Split, Store]) -> dict[Split, list[StoreRecord]]:
+    """Return the stores of each split, as a run records them."""
     return {
         split: [
-            {
-                "name": name,
-                "address": store.address,
-                "fingerprint": store.fingerprint,
-                "samples": len(store),
-                "in_groups": store.groups is not None,
-            }
+            StoreRecord(
+                name,
+                store.address,
+                store.fingerprint,
+                len(store),
+                store.groups is not None,
+            )
             for name, store in parts_of(of_split).items()
         ]
         for split, of_split in stores.items()
@@ -147,13 +145,12 @@ def recorded_stores(
 
 def sealed(record: Mapping[str, Any]) -> str:
     """Return a hash of what decides a stream's batches, see `settings_record`, but not of how long the run is."""
-    settings = record["arguments"]["plan"]["settings"]
-    content = [
-        {name: settings[name] for name in settings if name not in _NOT_SEALED},
-        {**record["arguments"], "plan": None},
-        *(record[name] for name in ("augment", "plan", "dtype")),
-    ]
-    text = json.dumps(content, sort_keys=True)
+    plan = dict(record["arguments"]["plan"]["settings"])
+    for name in _NOT_SEALED:
+        plan.pop(name, None)
+    kept = {name: record[name] for name in ("augment", "plan", "dtype")}
+    kept["arguments"] = record["arguments"] | {"plan": plan}
+    text = json.dumps(kept, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -1,13 +1,10 @@
 """Values as JSON, for the record of a run, and back again when the run is replayed.
 
-3, "text", null, […]               plain values and lists as they are
-{"tuple": […]}                     of entries
+3, "text", null, […]               plain values, and lists of entries; also of what was a tuple
 {"map": [[key, entry], …]}         keys may be numbers
 {"settings": {name: …}}            a section of the settings
 {"import": "module:name"}          a function or a class that can be imported
-{"store": "module:name", …}        one of raypipe's stores, with its address and options
 {"albumentations": {…}}            a pipeline of the library's own steps
-{"array": "<i8", "values": […]}    numbers
 {"object": name}                   anything else: its class; a replay needs it again
 """
 
@@ -18,18 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
 from raypipe.section import Section
-from raypipe.stores.base import FileStore
 from raypipe.transform.albumentations import described
 from raypipe.transform.transform_steps import albumentations
-
-# Each start of a run has a record, so arrays in it are small.
-_MAX_NUMBERS = 32 << 10
-_OUR_STORES = "raypipe.stores."
 
 RecordedValue = dict[str, Any] | list[Any] | str | int | float | bool | None
 """A value in a run's record."""
@@ -47,17 +37,9 @@ def recorded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {"map": [[recorded(key), recorded(value[key])] for key in value]}
     if type(value) in (list, tuple):
-        items = [recorded(item) for item in value]
-        return items if isinstance(value, list) else {"tuple": items}
-    is_small = isinstance(value, np.ndarray) and value.size <= _MAX_NUMBERS
-    if is_small and value.dtype.kind in "biuf":
-        return {"array": value.dtype.str, "values": value.tolist()}
+        return [recorded(item) for item in value]
     if name := _name_of(value):
         return {"import": name}
-    kind = f"{type(value).__module__}:{type(value).__name__}"
-    if isinstance(value, FileStore) and kind.startswith(_OUR_STORES):
-        options = [recorded(option) for option in value.options]
-        return {"store": kind, "address": value.address, "options": options}
     pipeline = described(value)
     if pipeline is not None:
         return {"albumentations": pipeline}
@@ -90,15 +72,8 @@ def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None)
         )
     if "map" in entry:
         return {key: restored(item, name, trusts) for key, item in entry["map"]}
-    if "tuple" in entry:
-        return tuple(restored(entry["tuple"], name, trusts))
-    if "array" in entry:
-        return np.array(entry["values"], entry["array"])
     if "import" in entry:
         return import_name(entry["import"], name, trusted=trusts)
-    if "store" in entry and entry["store"].startswith(_OUR_STORES):
-        make = import_name(entry["store"], name, trusted=False)
-        return make(entry["address"], *restored(entry["options"], name, trusts))
     if "albumentations" in entry:
         return albumentations().from_dict(entry["albumentations"])
     raise ConfigError(

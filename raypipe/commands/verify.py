@@ -66,10 +66,8 @@ def print_verified(summary: dict[str, Any]) -> None:
         if name not in ("store", "reasons")
     }
     for reason in summary["reasons"]:
-        if reason["samples"] > 1:
-            more = f" and {reason['samples'] - 1:,} more"
-        else:
-            more = ""
+        others = reason["samples"] - 1
+        more = f" and {others:,} more" if others else ""
         name = f" ({reason['name']})" if reason["name"] else ""
         rows[f"sample {reason['index']}{more}"] = reason["error"] + name
     if summary["bad_samples"]:

@@ -29,19 +29,17 @@ _STATE = "state.json"
 
 def open_arrow(address: str, asked: Asked) -> Source:
     """Open the Arrow files of one split; class names are those of its ClassLabel."""
-    names = names_at(address)
-    if names is not None and "dataset_dict.json" in names:
+    names = names_at(address) or ()
+    if "dataset_dict.json" in names:
         splits = sorted(folders_at(address))
         raise StoreError(
             f"{address} has the splits {', '.join(splits):.200}. A store is one split: choose it, such as "
             f"{join_address(address, splits[0] if splits else 'train')}"
         )
-    if names is not None and _STATE in names:
-        with explained(join_address(address, _STATE)):
-            files = [
-                str(file["filename"])
-                for file in read_json(join_address(address, _STATE))["_data_files"]
-            ]
+    if _STATE in names:
+        where = join_address(address, _STATE)
+        with explained(where):
+            files = [str(file["filename"]) for file in read_json(where)["_data_files"]]
             if any("/" in name for name in files):
                 raise StoreError(
                     f"{address}: state.json names {files[0]!r}, which is not a file in this folder"

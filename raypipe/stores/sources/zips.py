@@ -77,8 +77,7 @@ def open_zips(address: str, asked: Asked) -> Source:
             )
             _check(path, archive.infolist())
             zips.append(_Zip(path, archive))
-    names = [zipped.path for zipped in zips]
-    indexed = index_tars(names, [_scan(zipped, asked) for zipped in zips], asked.label)
+    indexed = index_tars(paths, [_scan(zipped, asked) for zipped in zips], asked.label)
     num_samples = sum(indexed.nums)
     tell_left_out(address, num_samples, indexed.left_out, *indexed.told)
     source = Source(_samples(zips, indexed), indexed.classes, num_samples)

@@ -87,7 +87,7 @@ def loaded_module(name: str) -> Any:
 def is_of(value: Any, module: str, *names: str) -> bool:
     """True for an object of one of a module's classes; a process without the module has none."""
     kinds = (getattr(sys.modules.get(module), name, None) for name in names)
-    return any(kind is not None and isinstance(value, kind) for kind in kinds)
+    return any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds)
 
 
 def import_name(address: str, setting: str, *, trusted: bool) -> Any:

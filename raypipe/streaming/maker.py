@@ -28,8 +28,7 @@ from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import Columns, name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
-from raypipe.streaming.remake import NUM_REMADE
-from raypipe.streaming.sample_makers import Maker, SampleMakers
+from raypipe.streaming.sample_makers import NUM_REMADE, Maker, SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept

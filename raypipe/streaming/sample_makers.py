@@ -1,19 +1,26 @@
-"""The sample makers of a stream, one for each split and size of its images, and the check of user code in them."""
+"""The sample makers of a stream, one for each split and size of its images, and the check of user code in them.
+
+A transform's draws are seeded, as far as its generators are found. Other state (a counter, a running statistic, a
+generator made from the clock) shows itself where the same samples are made again in another copy of the transform,
+last first.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import MicroBatchId, Sides, Split
 from raypipe.stores.base import Columns
-from raypipe.streaming.items import DatasetItems, ItemMaker
-from raypipe.streaming.remake import check_remade
+from raypipe.streaming.items import ITEM, DatasetItems, ItemMaker
 from raypipe.transform.columns import SampleColumns
-from raypipe.transform.fields import Rows
+from raypipe.transform.fields import COLUMN, Rows
+from raypipe.transform.nest import difference
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
@@ -23,6 +30,9 @@ from raypipe.transform.user_code import copied
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
+logger = logging.getLogger(__name__)
+
+NUM_REMADE = 4
 
 Maker = SampleMaker | ItemMaker
 
@@ -33,7 +43,7 @@ class SampleMakers:
     def __init__(self, spec: StreamSpec) -> None:
         self._spec = spec
         self._makers: dict[tuple[Split, Size], Maker] = {}
-        # Copies of makers whose code is the user's, until their first samples were made twice, see `remake`. Code
+        # Copies of makers whose code is the user's, until their first samples were made twice, see `check`. Code
         # that is named gets the size, so each maker has its own.
         self._unchecked: dict[Maker, Callable[[], Maker]] = {}
 
@@ -145,21 +155,28 @@ class SampleMakers:
         samples: Columns,
         keys: np.ndarray,
     ) -> None:
-        """Make the first samples of a maker again; raises ConfigError as `check_remade`.
+        """Compare the first samples of a maker with what a copy of the user's code makes of them, last first.
 
         Args:
             originals: the fields that `sample_maker` has made, by the number of the sample.
             samples, keys: those samples, and others; and their keys.
+
+        Raises:
+            ConfigError: they differ.
         """
         again = self._unchecked.pop(sample_maker)()
         again.weaken(self.strength(position))
-
-        def make(number: int) -> dict[str, Any]:
-            rows = Rows(again.fields, 1)
-            rows.put(0, 0, again.slow(samples, number, keys[number].tolist()))
-            return rows.sample(0)
-
-        check_remade(originals, make, self.title(position.split))
+        remade = dict[int, dict[str, Any]]()
+        try:
+            for number in sorted(originals, reverse=True):
+                rows = Rows(again.fields, 1)
+                rows.put(0, 0, again.slow(samples, number, keys[number].tolist()))
+                remade[number] = rows.sample(0)
+        except SampleError:  # the stream's own errors say what such a sample is
+            return
+        for number, original in originals.items():
+            if name := _differing(original, remade[number]):
+                raise _depends(self.title(position.split), name)
 
     def title(self, split: Split) -> str:
         """The transform or the Dataset of a split, as errors name it."""
@@ -167,3 +184,41 @@ class SampleMakers:
         if isinstance(code, DatasetItems):
             return code.name
         return f"transform.{split} is {brief(code)}, which"
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """The name of a field that differs; empty: none does."""
+    for name in first:
+        if name == ITEM:
+            differs = difference(first[name], second[name])
+            if differs == "numbers":
+                return name
+            if differs == "others":
+                logger.warning(
+                    "an item has values besides its tensors and arrays, such as ids of objects, that differ each "
+                    "time it is made, and a digest of the stream will differ too"
+                )
+        elif name not in second or not _is_equal(first[name], second[name]):
+            return name
+    return ""
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return (
+            first.shape == second.shape
+            and first.dtype == second.dtype
+            and first.tobytes() == second.tobytes()
+        )
+    return type(first) is type(second) and bool(first == second)
+
+
+def _depends(title: str, field: str) -> ConfigError:
+    code_name = "make_columns" if field.startswith(f"{COLUMN}.") else title
+    return ConfigError(
+        f"{code_name} does not make the same of the same sample: it keeps state from sample to sample, or draws "
+        f"elsewhere ({field} differs). Let it take an argument `rng`, and draw from that alone, or from the "
+        "generators of random, numpy and torch, which raypipe seeds for each sample; make generators and "
+        "pipelines outside of the call; and keep no counter, buffer or statistic from sample to sample "
+        "(docs/reproducibility.md)"
+    )

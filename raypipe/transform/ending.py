@@ -10,8 +10,6 @@ The user's own code is never one of them: on other images than noise it may do a
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,7 +29,12 @@ from raypipe.transform.pipelines import (
     transform_kind,
 )
 from raypipe.transform.pixels import RGB, channels_last, is_pil, is_rgb, is_tensor
-from raypipe.transform.process_state import process_kept, seed_process
+from raypipe.transform.process_state import (
+    costly_states,
+    process_kept,
+    seed_process,
+    torchs_generator,
+)
 from raypipe.transform.user_code import copied
 
 # Sides that no crop has, with all values in each channel.
@@ -203,20 +206,18 @@ def _made(step: Any, images: Sequence[Any]) -> list[Any]:
     if package_of(step) == "albumentations":
         step.set_random_state(None, None)  # it fails if it draws
     seed_process(0, 0)
-    expected = _draws()
-    seed_process(0, 0)
+    before = _states()
     try:
         made = [called(step, copy.deepcopy(image)) for image in images]
     except Exception:
         return []
-    return made if _draws() == expected else []
+    return made if _states() == before else []
 
 
-def _draws() -> tuple[float, ...]:
-    """The next numbers of the process's generators."""
-    torch = sys.modules.get("torch")
-    of_torch = torch.rand((), device="cpu").item() if torch else 0
-    return random.random(), np.random.random(), of_torch
+def _states() -> Any:
+    """The states of the process's generators."""
+    of_torch = torchs_generator()
+    return costly_states(), of_torch and of_torch.get_state().tolist()
 
 
 def _looked(images: list[Any]) -> _Look:

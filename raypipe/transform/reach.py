@@ -5,7 +5,7 @@
 
 Found are those in closures, defaults, the globals that a function names, attributes, lists, dicts, partials and
 methods. Not found are those that the code makes in each call, or keeps in a library: making a sample twice
-shows these, see `raypipe.streaming.remake`.
+shows these, see `raypipe.streaming.sample_makers`.
 """
 
 from __future__ import annotations
@@ -145,12 +145,9 @@ class ReachedGenerators:
     def look(self) -> bool:
         """Look for them again, since some are made at the first call; True = there are more."""
         before = {id(generator) for generator in self._found}
-        generators = (
-            generator for generator in reached(self._code) if _is_random(generator)
-        )
         self._found = [
             generator
-            for generator in generators
+            for generator in filter(_is_random, reached(self._code))
             if getattr(generator, "random_generator", self) is not self._seeded
         ]
         # looked at once, since `rewind` is called for each sample
@@ -164,9 +161,12 @@ class ReachedGenerators:
         ]
         return any(id(generator) not in before for generator in self._found)
 
-    @contextlib.contextmanager
-    def keyed(self, key: Key) -> Iterator[None]:
+    def keyed(self, key: Key) -> contextlib.AbstractContextManager[None]:
         """Context manager: they draw under a sample's key; then their states are as they were."""
+        return self._rewound(key) if self._found else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _rewound(self, key: Key) -> Iterator[None]:
         with self.kept():
             self.rewind(key)
             yield

@@ -28,21 +28,20 @@ MadeSample = Mapping[str, Any]
 
 def check_remade(
     first: Mapping[int, MadeSample],
-    maker: Callable[[], Callable[[int], MadeSample]],
+    make: Callable[[int], MadeSample],
     title: str,
 ) -> None:
     """Compare samples with what a copy of the code makes of them, last first.
 
     Args:
         first: samples as the stream has made them, by their numbers.
-        maker: makes a copy of the code, as a function that makes the sample with a number.
+        make: makes the sample with a number by a copy of the code.
         title: name of the transform, for errors.
 
     Raises:
         ConfigError: they differ.
     """
     try:
-        make = maker()
         again = {number: make(number) for number in sorted(first, reverse=True)}
         for number, original in first.items():
             if name := _differing(original, again[number]):

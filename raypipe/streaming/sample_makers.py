@@ -14,7 +14,6 @@ from raypipe.streaming.items import DatasetItems, ItemMaker
 from raypipe.streaming.remake import check_remade
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.fields import Rows
-from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
@@ -152,17 +151,16 @@ class SampleMakers:
             originals: the fields that `sample_maker` has made, by the number of the sample.
             samples, keys: those samples, and others; and their keys.
         """
-        strength = self.strength(position)
-        new_sample_maker = self._unchecked.pop(sample_maker)
+        again = self._unchecked.pop(sample_maker)()
+        again.weaken(self.strength(position))
 
-        def new_maker() -> Callable[[int], dict[str, Any]]:
-            again = new_sample_maker()
-            again.weaken(strength)
-            return lambda number: _fields_of(
-                again, samples, number, keys[number].tolist()
-            )
+        def make(number: int) -> dict[str, Any]:
+            """The fields of a sample as a micro-batch has them."""
+            rows = Rows(again.fields, 1)
+            rows.put(0, 0, again.slow(samples, number, keys[number].tolist()))
+            return rows.sample(0)
 
-        check_remade(originals, new_maker, self.title(position.split))
+        check_remade(originals, make, self.title(position.split))
 
     def title(self, split: Split) -> str:
         """The transform or the Dataset of a split, as errors name it."""
@@ -170,12 +168,3 @@ class SampleMakers:
         if isinstance(code, DatasetItems):
             return code.name
         return f"transform.{split} is {brief(code)}, which"
-
-
-def _fields_of(
-    sample_maker: Maker, samples: Columns, number: int, key: Key
-) -> dict[str, Any]:
-    """The fields of a sample as a micro-batch has them."""
-    rows = Rows(sample_maker.fields, 1)
-    rows.put(0, 0, sample_maker.slow(samples, number, key))
-    return rows.sample(0)

@@ -81,7 +81,7 @@ def dataset(
     connect()
     supervisor = start_supervisor(spec.run, spec.log_format, watches=False)
     source = MicroBatchSource(
-        replace(spec, plan=plan), plan.start(), spec.readers(), supervisor
+        replace(spec, plan=plan), plan.cursor(0, 0), spec.readers(), supervisor
     )
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True

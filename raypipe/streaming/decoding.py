@@ -24,7 +24,7 @@ from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
 from raypipe.transform.process_state import process_kept
 
-OnDecoded = Callable[[Split, Any, Any], None]
+OnDecoded = Callable[[Split, str, Any, Any], None]
 
 
 def with_images(batch: MicroBatch, image: torch.Tensor, ready: Any) -> MicroBatch:
@@ -40,7 +40,7 @@ class Decoding:
     """Decodes encoded micro-batches of a stream.
 
     Args:
-        on_decoded: called with a split, and with `metrics.mark`s around the work on a micro-batch.
+        on_decoded: called with a split, the stage "decode", and `metrics.mark`s around the work on a micro-batch.
 
     Attributes:
         decoder: the device's.
@@ -73,7 +73,8 @@ class Decoding:
             assert isinstance(data, Ragged)
             decoded = self.decoder(data, batch[MAP], batch.weight > 0)
             if self._on_decoded:
-                self._on_decoded(batch.position.split, decoded.began, decoded.ended)
+                split = batch.position.split
+                self._on_decoded(split, "decode", decoded.began, decoded.ended)
             if not decoded.failed:
                 break
             bad |= {

@@ -1,4 +1,4 @@
-"""A stream as a function of a place, and its lifetime: it ends by closing, dropping, with Ray, or at exit."""
+"""A stream as a function of a place, and the streams of a process: they end by closing, with Ray, or at exit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 from raypipe.plan.places import MicroBatchId
@@ -62,81 +61,44 @@ class Pool(Protocol):
         """Name what holds up the first batch; empty = the Supervisor knows."""
 
 
-class Lifetime:
-    """Resources of one loader's stream: threads, an execution, actors, a record. It has no reference to the
-    loader, so dropping the loader ends it.
-
-    Args:
-        close_record: called after the last report of the stream.
-
-    Attributes:
-        why: reason of the stream's end; EXHAUSTED = it was read to its end; None = it has not ended.
-        reader: thread that asked for the last batch.
-    """
-
-    def __init__(self, close_record: Callable[[], None]) -> None:
-        self.why: str | None = None
-        self.reader = 0
-        self._close_record = close_record
-        self._ends = ExitStack()
-        self._one_by_one = threading.RLock()
-        _all.add(self)
-
-    def begin(self, ends: ExitStack, needs_ray: bool) -> None:
-        """The stream is open.
-
-        Args:
-            ends: callbacks that end it.
-            needs_ray: whether Ray makes it.
-        """
-        self.why = None
-        self._ends.push(ends)
-        # Ray Data would start Ray again, and wait forever, to end an execution after Ray has gone at exit. Of
-        # these hooks the last that was registered runs first, and Ray's was before.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-        if needs_ray:
-            from raypipe.rayext.patches import before_shutdown
-
-            before_shutdown(_close_those_of_ray)
-            _of_ray.setdefault(self, None)
-
-    def has_actors(self, supervisor: Any) -> None:
-        """The stream holds CPUs of the cluster from now on; the argument is its Supervisor's handle."""
-        _of_ray[self] = supervisor
+class Running(Protocol):
+    """A stream of this process, which may be open."""
 
     def end(self, why: str) -> None:
-        """End the stream, if it has not ended; its record continues."""
-        with self._one_by_one:
-            if self.why is None or (self.why in GOES_ON and why not in GOES_ON):
-                self.why = why
-            self._ends.close()
-            _of_ray.pop(self, None)
+        """End it, if it has not ended; its record continues."""
 
-    def close(self, why: str = "the program ends") -> None:
-        """End the stream and its record."""
-        with self._one_by_one:
-            self.end(why)
-            self._close_record()
-
-    def close_with(self, owner: object) -> None:
-        """Close it when the owner is dropped."""
-        # At exit `_close_all` comes first, with Ray still there.
-        weakref.finalize(owner, self.close).atexit = False
+    def close(self, why: str = ...) -> None:
+        """End it and its record."""
 
 
-_all = weakref.WeakSet[Lifetime]()
-# The open ones that Ray makes, in the order in which they were opened, and their supervisors; None = it starts.
-_of_ray: dict[Lifetime, Any] = {}
+all_streams = weakref.WeakSet[Running]()
+"""The streams of this process."""
+of_ray: dict[Running, Any] = {}
+"""The open ones that Ray makes, in the order in which they were opened, and the handles of their supervisors.
+
+None = one starts, and holds no CPUs of the cluster yet."""
+
+
+def begun(running: Running, needs_ray: bool) -> None:
+    """Let a stream that opens be closed at exit, and, if Ray makes it, before Ray is shut down."""
+    # Ray Data would start Ray again, and wait forever, to end an execution after Ray has gone at exit. Of
+    # these hooks the last that was registered runs first, and Ray's was before.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+    if needs_ray:
+        from raypipe.rayext.patches import before_shutdown
+
+        before_shutdown(_close_those_of_ray)
+        of_ray.setdefault(running, None)
 
 
 def _close_all() -> None:
-    for running in list(_all):
+    for running in list(all_streams):
         running.close()
 
 
 def _close_those_of_ray() -> None:
-    for running in list(_of_ray):
+    for running in list(of_ray):
         running.close("Ray was shut down")
 
 
@@ -163,12 +125,12 @@ def close_from_any_thread(
 
 def supervisors() -> list[Any]:
     """Handles of the supervisors of this process's streams with actors."""
-    return [supervisor for supervisor in _of_ray.values() if supervisor is not None]
+    return [supervisor for supervisor in of_ray.values() if supervisor is not None]
 
 
 def end_oldest() -> bool:
     """End the stream with actors that this process opened first; returns whether there was any."""
-    for running, supervisor in list(_of_ray.items()):
+    for running, supervisor in list(of_ray.items()):
         if supervisor is not None:
             running.end(GAVE_WAY)
             return True

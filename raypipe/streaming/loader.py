@@ -29,7 +29,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.flags import write_flag
 from raypipe.metrics.records import RunFolder
-from raypipe.metrics.timing import StageClock, StageTimes
+from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import (
     CURSOR_FILE,
@@ -179,7 +179,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._stream = RankStream(
             self.plan, rank, world_size, open_at, to_device, self.metrics, pool
         )
-        self._stream.lifetime.close_with(self)
+        # at exit all streams are closed before, with Ray still there
+        weakref.finalize(self, self._stream.close).atexit = False
         self.notice = Notice()
         self.stopping = False
         # The loop over the epochs that runs; None = none.
@@ -239,8 +240,7 @@ class Loader(Unlike, instead=_INSTEAD):
             return self._spec.resident
         if self._spec.transform.decode != "device":
             return None
-        on_decoded = functools.partial(_count_decoding, self.metrics.clock)
-        return Decoding(self._spec, self.device, on_decoded)
+        return Decoding(self._spec, self.device, self.metrics.clock.add)
 
     def _go_to(self, cursor: Cursor | None) -> None:
         self._progress = Progress(self.plan, self.plan.start(cursor))
@@ -298,7 +298,7 @@ class Loader(Unlike, instead=_INSTEAD):
         try:
             self._wait_for_checkpoint()
         finally:
-            self._stream.lifetime.close("the loader was closed")
+            self._stream.close("the loader was closed")
 
     def __enter__(self) -> Self:
         return self
@@ -483,9 +483,10 @@ class Loader(Unlike, instead=_INSTEAD):
     @property
     def num_beyond(self) -> int:
         """Batches that this rank was handed beyond `place`: some of a training step's."""
-        if self.place == self.plan.normalized(self.cursor):
-            return self._progress.num_in_step
-        return 0
+        last = self._progress.in_step
+        if last is None or self.place != self.plan.normalized(self.cursor):
+            return 0
+        return last.micro // self.world_size + 1
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text.
@@ -792,8 +793,3 @@ def _facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:
         "ends_split": ends_step and plan.ends_split(place),
         "source": plan.source_of(host.index) if plan.sources else None,
     }
-
-
-def _count_decoding(clock: StageClock, split: Split, began: Any, ended: Any) -> None:
-    """A micro-batch was decoded on the device, between two marks. Called by the thread that copies."""
-    clock.add(split, "decode", began, ended)

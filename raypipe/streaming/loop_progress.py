@@ -29,7 +29,7 @@ class Progress:
         segments: its segments, in a mapping of its own; empty = no epoch is under way.
         last: place of the batch that was taken last in this epoch; None = none was.
         ended_split: whether that was the last one of a training, or of a validation.
-        num_in_step: batches that were taken of the training step under way, behind the cursor.
+        in_step: place of the last batch that was taken of the training step under way; None = none is.
     """
 
     def __init__(self, plan: Plan, start: Cursor) -> None:
@@ -44,7 +44,7 @@ class Progress:
         """No batch of the epoch was taken."""
         self.last: MicroBatchId | None = None
         self.ended_split = False
-        self.num_in_step = 0
+        self.in_step: MicroBatchId | None = None
         # where the loop goes on, since it has left batches of the epoch
         self._behind: Cursor | None = None
 
@@ -84,9 +84,9 @@ class Progress:
         self.ended_split = batch.ends_split
         if place.split == "train":
             self._behind = None
-            self.num_in_step += 1
+            self.in_step = place
             if batch.ends_step:
-                self.num_in_step = 0
+                self.in_step = None
                 self.cursor = self._plan.cursor(place.epoch, place.step + 1)
             if batch.ends_split:
                 # steps that are skipped after it are done

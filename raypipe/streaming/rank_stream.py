@@ -23,10 +23,12 @@ from raypipe.streaming.lifetime import (
     GAVE_WAY,
     GOES_ON,
     MOVED,
-    Lifetime,
     Open,
     Pool,
+    all_streams,
+    begun,
     close_from_any_thread,
+    of_ray,
 )
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.transform.fields import MicroBatch
@@ -59,7 +61,7 @@ class RankStream:
         pool: the actors that make it; None = this process makes it.
 
     Attributes:
-        lifetime: its owner, which ends it.
+        why: reason of its end; EXHAUSTED = it was read to its end; None = it has not ended.
     """
 
     def __init__(
@@ -82,7 +84,11 @@ class RankStream:
         self._batches: Iterator[Batch] | None = None
         # The place that comes next; None = all were taken.
         self._next: MicroBatchId | None = None
-        self.lifetime = Lifetime(lambda: metrics.tell("closed"))
+        self.why: str | None = None
+        self._reader = 0  # thread that asked for the last batch
+        self._ends = ExitStack()
+        self._one_by_one = threading.RLock()
+        all_streams.add(self)
 
     @property
     def supervisor(self) -> Any:
@@ -97,7 +103,7 @@ class RankStream:
     @property
     def is_running(self) -> bool:
         """True from its first start to its end."""
-        return self._batches is not None and self.lifetime.why is None
+        return self._batches is not None and self.why is None
 
     def open(self, start: MicroBatchId | None) -> None:
         """Open the stream at the step of a place; None = nothing is left of the schedule."""
@@ -112,15 +118,15 @@ class RankStream:
                 host = self._open_at(start)
             self._next = next(self._places(start), None)
         self._batches = batches = self._on_device(host)
-        ends = ExitStack()
-        ends.callback(_close, self.lifetime, host)
-        ends.callback(self._metrics.tell, "ended")
-        ends.callback(_close, self.lifetime, batches, host)
+        self.why = None
+        self._ends.callback(self._close, host)
+        self._ends.callback(self._metrics.tell, "ended")
+        self._ends.callback(self._close, batches, host)
         if pool:
             # neither is to keep the other once the stream has ended
-            ends.callback(setattr, pool, "on_start", _nothing)
+            self._ends.callback(setattr, pool, "on_start", _nothing)
             self._metrics.actors = pool.actors
-        self.lifetime.begin(ends, pool is not None)
+        begun(self, pool is not None)
         if pool is None:
             self._metrics.tell("opened", None)
 
@@ -135,8 +141,31 @@ class RankStream:
         assert pool
         self._metrics.actors = pool.actors
         self._metrics.readers = pool.num_readers
-        self.lifetime.has_actors(pool.supervisor)
+        of_ray[self] = pool.supervisor
         self._metrics.tell("opened", pool.supervisor)
+
+    def end(self, why: str) -> None:
+        """End the stream, if it has not ended; its record continues."""
+        with self._one_by_one:
+            if self.why is None or (self.why in GOES_ON and why not in GOES_ON):
+                self.why = why
+            self._ends.close()
+            of_ray.pop(self, None)
+
+    def close(self, why: str = "the program ends") -> None:
+        """End the stream and its record."""
+        with self._one_by_one:
+            self.end(why)
+            self._metrics.tell("closed")
+
+    def _close(self, batches: Any, source: Any = None) -> None:
+        """Close batches, and their source before if another thread is in them."""
+
+        def close_source() -> None:
+            with contextlib.suppress(ValueError):
+                getattr(source, "close", lambda: None)()
+
+        close_from_any_thread(batches, self._reader, close_source)
 
     def check(self) -> None:
         """Raise an error if the stream was not opened, or has ended for good."""
@@ -146,7 +175,7 @@ class RankStream:
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
                 "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
             )
-        if (why := self.lifetime.why) and why not in GOES_ON:
+        if (why := self.why) and why not in GOES_ON:
             raise RaypipeError(
                 f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
                 "it after the last whole step"
@@ -158,15 +187,15 @@ class RankStream:
         try:
             yield
         except BaseException as error:
-            self.lifetime.end(f"its next batch failed with {type(error).__name__}")
+            self.end(f"its next batch failed with {type(error).__name__}")
             # another thread could not
-            _close(self.lifetime, self._batches)
+            self._close(self._batches)
             raise
 
     def take(self, position: MicroBatchId) -> Batch:
         """Return the batch of a place."""
         self.check()
-        self.lifetime.reader = threading.get_ident()
+        self._reader = threading.get_ident()
         with self._metrics.waiting(position, self._awaited):
             batch = self._batch(position)
         if batch is None:
@@ -180,7 +209,7 @@ class RankStream:
 
     def finish(self) -> None:
         """End the stream: all epochs were handed out, and the last one was left."""
-        if self.lifetime.why is not None:
+        if self.why is not None:
             return
         if self._is_shared:
             self._leave_training()
@@ -190,7 +219,7 @@ class RankStream:
             # it may do something more at its end
             further = self._take()
             assert further is None, "the stream is longer than the plan"
-        self.lifetime.end(EXHAUSTED)
+        self.end(EXHAUSTED)
 
     def _batch(self, position: MicroBatchId) -> Batch | None:
         """The batch of a place; None = the stream has ended."""
@@ -201,9 +230,9 @@ class RankStream:
             except HeadStartLostError as lost:
                 if self._is_shared:  # the others go on
                     raise lost.error from None
-                self.lifetime.end(MOVED)
+                self.end(MOVED)
                 continue
-            if batch is not None or self.lifetime.why != GAVE_WAY:
+            if batch is not None or self.why != GAVE_WAY:
                 return batch
 
     def _take(self) -> Batch | None:
@@ -217,7 +246,7 @@ class RankStream:
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""
-        if self.lifetime.why is not None:
+        if self.why is not None:
             return "the stream starts again for it"
         if self._pool and (awaited := self._pool.awaited()):
             return awaited
@@ -261,7 +290,7 @@ class RankStream:
         training = self._plan.training_of(upcoming.epoch, upcoming.step)
         num_images = training.num_delivered * self._plan.global_batch_size
         if num_images > self._start_images:
-            self.lifetime.end(MOVED)
+            self.end(MOVED)
             behind = self._plan.cursor(upcoming.epoch, self._plan.steps_per_epoch)
             self.open(next(self._plan.micro_batches(behind), None))
 
@@ -285,7 +314,7 @@ class RankStream:
 
     def _open_again(self, position: MicroBatchId) -> None:
         """Open the stream at the step of a micro-batch."""
-        self.lifetime.end(MOVED)
+        self.end(MOVED)
         self.open(position)
 
     def _discard_until(self, position: MicroBatchId | None) -> None:
@@ -305,13 +334,3 @@ def _nothing() -> None:
 def _pass(place: MicroBatchId) -> tuple[int, bool]:
     """The order of the pass of a place: its epoch, and whether it is the validation."""
     return place.epoch, place.split == "val"
-
-
-def _close(lifetime: Lifetime, batches: Any, source: Any = None) -> None:
-    """Close batches, and their source before if another thread is in them."""
-
-    def close_source() -> None:
-        with contextlib.suppress(ValueError):
-            getattr(source, "close", lambda: None)()
-
-    close_from_any_thread(batches, lifetime.reader, close_source)

@@ -260,7 +260,7 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    assert one._stream.lifetime.why is None
+    assert one._stream.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(spec.plan.micro_batches(spec.plan.start()), 9))
@@ -328,7 +328,7 @@ def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(spec, ScalingConfig(num_workers=2))
-    assert one._stream.lifetime.why == GAVE_WAY and not end_oldest()
+    assert one._stream.why == GAVE_WAY and not end_oldest()
     monkeypatch.setattr(RunLog, "opened", lambda *_: None)
     assert next(train).position.micro == 1  # it starts again
     assert supervisors() == [pool.supervisor]

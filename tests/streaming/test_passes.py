@@ -122,7 +122,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
     seen_by_probe = [
         batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)
     ]
-    assert seen_by_probe == [12] * 3 and first._stream.lifetime.why is None
+    assert seen_by_probe == [12] * 3 and first._stream.why is None
     seen += [batch.position for batch in batches]
     assert seen == Reference(first._spec, 0, 1).of("train", 0)
     probe.close()

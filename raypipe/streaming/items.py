@@ -26,7 +26,7 @@ from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
-from raypipe.transform.nest import collate, pack
+from raypipe.transform.nest import Packer
 from raypipe.transform.process_state import (
     costly_states,
     drawn,
@@ -188,7 +188,8 @@ class ItemMaker:
     def __init__(self, items: DatasetItems) -> None:
         self.fields = {LABEL: CLASS, ITEM: Field("item")}
         self._items = items
-        self._collate = items.collate or collate
+        self._packer = Packer(cloudpickle.dumps)
+        self._collate = items.collate or self._packer.collate
         self._is_settled = False
         # whether an item has drawn from the generators that are costly to seed
         self._seeds_all = False
@@ -289,7 +290,7 @@ class ItemMaker:
             k0, k1 = key
             collate_key = (k0 ^ _OF_COLLATE, k1)
             nest = self._collated(items, out.index[rows][counts], collate_key)
-        return fields | pack(nest, cloudpickle.dumps)
+        return fields | self._packer.pack(nest)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:

@@ -11,6 +11,7 @@ No tensor or array is pickled, and their dtypes and shapes may differ from micro
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,7 @@ FORM = f"{NEST}.form"
 CLASSES = f"{NEST}.classes"
 
 _OBJECTS = b"objects"
+_NOTHING = np.empty(0, np.uint8)
 # views of a buffer may have any dtype
 _ALIGNMENT = 64
 _KINDS = "biufcmMSU"
@@ -38,50 +40,82 @@ _KINDS = "biufcmMSU"
 _LARGE = 1 << 20
 
 
-def collate(items: list[Any]) -> Any:
-    """Join items as torch's default_collate does, with large tensors stacked by NumPy."""
-    from torch import Tensor  # this imports torch
-    from torch.utils.data._utils import collate as of_torch
+class Packer:
+    """Packs nests, one after the other, as fields of micro-batches.
 
-    kinds = of_torch.default_collate_fn_map
-    if kinds[Tensor] is of_torch.collate_tensor_fn:
-        kinds = {**kinds, Tensor: _stacked}
-    return of_torch.collate(items, collate_fn_map=kinds)
+    Args:
+        dump: pickles the classes that a script defines.
+    """
 
+    def __init__(self, dump: Callable[[Any], bytes] = lambda classes: b"") -> None:
+        self._dump = dump
+        # start and bytes of each tensor of the last nest
+        self._places = list[tuple[int, int]]()
+        # those that the next nest has not filled yet, in its memory
+        self._free = list[tuple[int, int]]()
+        self._memory = _NOTHING
 
-def _stacked(batch: Sequence[torch.Tensor], **kinds: Any) -> torch.Tensor:
-    """Stack tensors, large ones by NumPy: torch waits for threads of all CPUs, which Ray and actors have."""
-    import torch
-    from torch.utils.data._utils.collate import collate_tensor_fn
+    def collate(self, items: list[Any]) -> Any:
+        """Join items as torch's default_collate does, and stack tensors where `pack`, called next, wants them.
 
-    num_bytes = _bytes_of_stack(batch)
-    if num_bytes < _LARGE:
-        return collate_tensor_fn(batch, **kinds)
-    memory = reused_memory(num_bytes)
-    rows = memory.reshape(len(batch), -1)
-    for row, values in zip(rows, batch, strict=True):
-        row[:] = values.reshape(-1).view(torch.uint8).numpy()
-    first = batch[0]
-    return torch.from_numpy(memory).view(first.dtype).view(len(batch), *first.shape)
+        Most micro-batches of a stream have tensors of the same sizes, which are then written once.
+        """
+        from torch import Tensor  # this imports torch
+        from torch.utils.data._utils import collate as of_torch
+
+        kinds = of_torch.default_collate_fn_map
+        if kinds[Tensor] is of_torch.collate_tensor_fn:
+            kinds = {**kinds, Tensor: self._stacked}
+        self._free = self._places
+        ends = [_aligned(start + num_bytes) for start, num_bytes in self._places]
+        self._memory = reused_memory(max(ends, default=0))
+        return of_torch.collate(items, collate_fn_map=kinds)
+
+    def pack(self, nest: Any) -> dict[str, np.ndarray | Ragged]:
+        """Return a nest as fields of a micro-batch."""
+        values = _pickled(nest)
+        objects = _OBJECTS if values.has_objects else b""
+        classes = self._dump(values.classes) if values.classes else b""
+        parts = [values.file.getvalue(), _joined(values.arrays).tobytes(), objects]
+        tensors = _joined(values.tensors, self._memory)
+        self._memory = _NOTHING
+        self._places = values.places
+        return {
+            TENSORS: tensors,
+            FORM: Ragged.of("bytes", parts, Field("bytes")),
+            CLASSES: Ragged.of("bytes", [classes], Field("bytes")),
+        }
+
+    def _stacked(self, batch: Sequence[torch.Tensor], **kinds: Any) -> torch.Tensor:
+        """Stack tensors, large ones by NumPy: torch waits for threads of all CPUs, which Ray and actors have."""
+        import torch
+        from torch.utils.data._utils.collate import collate_tensor_fn
+
+        num_bytes = _bytes_of_stack(batch)
+        if num_bytes < 0:
+            return collate_tensor_fn(batch, **kinds)
+        place = next((free for free in self._free if free[1] == num_bytes), None)
+        if place is None:
+            memory = reused_memory(num_bytes)
+        else:
+            self._free = [free for free in self._free if free is not place]
+            memory = self._memory[place[0] :][:num_bytes]
+        first = batch[0]
+        stacked = torch.from_numpy(memory).view(first.dtype)
+        stacked = stacked.view(len(batch), *first.shape)
+        if num_bytes < _LARGE:
+            return torch.stack(list(batch), out=stacked)
+        rows = memory.reshape(len(batch), -1)
+        for row, values in zip(rows, batch, strict=True):
+            row[:] = values.reshape(-1).view(torch.uint8).numpy()
+        return stacked
 
 
 def pack(
     nest: Any, dump: Callable[[Any], bytes] = lambda classes: b""
 ) -> dict[str, np.ndarray | Ragged]:
-    """Return a nest as fields of a micro-batch.
-
-    Args:
-        dump: pickles the classes that a script defines.
-    """
-    values = _pickled(nest)
-    objects = _OBJECTS if values.has_objects else b""
-    classes = dump(values.classes) if values.classes else b""
-    parts = [values.file.getvalue(), _joined(values.arrays).tobytes(), objects]
-    return {
-        TENSORS: _joined(values.tensors),
-        FORM: Ragged.of("bytes", parts, Field("bytes")),
-        CLASSES: Ragged.of("bytes", [classes], Field("bytes")),
-    }
+    """Return one nest as fields of a micro-batch, see `Packer`."""
+    return Packer(dump).pack(nest)
 
 
 def unpack(fields: Mapping[str, Any]) -> Any:
@@ -120,6 +154,7 @@ class _Pickler(pickle.Pickler):
     Attributes:
         file: the pickle.
         tensors, arrays: the values of each, uint8 (n,).
+        places: start and bytes of each tensor.
         classes: those that no module has by their names.
         has_objects: whether there are values other than Python's own.
     """
@@ -130,6 +165,7 @@ class _Pickler(pickle.Pickler):
         self.fast = not keeps_memo
         self.classes = list[type]()
         self.tensors = list[np.ndarray]()
+        self.places = list[tuple[int, int]]()
         self.arrays = list[np.ndarray]()
         self.has_objects = False
         self._torch = loaded_module("torch")
@@ -148,7 +184,9 @@ class _Pickler(pickle.Pickler):
             return None
         if value.layout is not torch.strided:
             return None
-        start = _append(self.tensors, bytes_of_tensor(value))
+        as_bytes = bytes_of_tensor(value)
+        start = _append(self.tensors, as_bytes)
+        self.places.append((start, len(as_bytes)))
         kind = type(value)
         # what a subclass has besides its values, such as the format of boxes
         more = None if kind is torch.Tensor else (kind, vars(value))
@@ -241,10 +279,31 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Join parts end to end."""
-    memory = reused_memory(sum(map(len, parts)))
+def _joined(parts: list[np.ndarray], memory: np.ndarray = _NOTHING) -> np.ndarray:
+    """Join parts end to end: in this memory, if it is as long and all parts that lie in it are in their places."""
+    ends = list(itertools.accumulate(map(len, parts)))
+    num_bytes = ends[-1] if ends else 0
+    missing = dict[int, np.ndarray]()
+    if len(memory) == num_bytes:
+        first = _address(memory)
+        for part, end in zip(parts, ends, strict=True):
+            start = end - len(part)
+            offset = _address(part) - first
+            if not len(part) or offset == start:
+                continue
+            if 0 <= offset < num_bytes:
+                break
+            missing[start] = part
+        else:
+            for start, part in missing.items():
+                memory[start : start + len(part)] = part
+            return memory
+    memory = reused_memory(num_bytes)
     return np.concatenate([memory[:0], *parts], out=memory)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _bytes_of_stack(batch: Sequence[Any]) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import Ragged
-from raypipe.transform.nest import collate, difference, is_plain, pack, unpack
+from raypipe.transform.nest import TENSORS, Packer, difference, is_plain, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -109,18 +109,32 @@ def image(number: int, side: int = 300) -> torch.Tensor:
     ],
 )
 def test_items_are_collated_as_by_torch_and_packed_as_before(item: Any) -> None:
+    packer = Packer()
     for first in range(0, 32, 8):
         items = [item(number) for number in range(first, first + 8)]
         expected = default_collate(items)
-        nest = collate(items)
+        nest = packer.collate(items)
         assert difference(nest, expected) == ""
         assert difference(through(expected), nest) == ""
-        found = pack(nest)
+        found = packer.pack(nest)
         for name, values in pack(expected).items():
             one, other = found[name], values
             if isinstance(one, Ragged) and isinstance(other, Ragged):
                 one, other = one.values, other.values
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_large_tensors_are_stacked_where_they_are_packed() -> None:
+    packer = Packer()
+    shared = []
+    for first in range(3):
+        nest = packer.collate([(number, image(first)) for number in range(8)])
+        packed = packer.pack(nest)[TENSORS]
+        shared.append(np.shares_memory(packed, nest[1].numpy()))
+    assert shared == [False, True, True]
+    # a validation's padding, say
+    packer.pack(None)
+    assert packer.collate([(3, image(7))] * 2)[1].unique().tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +151,7 @@ def test_items_that_torch_cannot_join_have_torchs_error(items: list[Any]) -> Non
     with pytest.raises(Exception) as expected:
         default_collate(items)
     with pytest.raises(expected.type) as found:
-        collate(items)
+        Packer().collate(items)
     assert str(found.value) == str(expected.value)
 
 

@@ -208,12 +208,9 @@ class DeviceDecoder:
             self._stream.synchronize()
         try:
             decoded = self._decode_boxes([*map(view, images)], boxes)
-            fits = [
-                image is not None and image.shape[1:] == _shape(box)
-                for image, box in zip(decoded, boxes, strict=True)
-            ]
             return [
-                image if fit else None for image, fit in zip(decoded, fits, strict=True)
+                image if image is not None and image.shape[1:] == _shape(box) else None
+                for image, box in zip(decoded, boxes, strict=True)
             ]
         except (
             torch.OutOfMemoryError,

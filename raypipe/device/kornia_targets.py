@@ -57,16 +57,19 @@ def kept_boxes(
     corners: torch.Tensor, labels: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
     """Cut boxes (B, N, 4) with labels (B, N) at the edges of an image, and drop those of which nothing is left."""
-    x = corners[..., 0::2].clamp(0, width)
-    y = corners[..., 1::2].clamp(0, height)
-    sides = torch.stack([x[..., 1] - x[..., 0], y[..., 1] - y[..., 0]], -1)
-    is_kept = (labels > NO_BOX) & (sides >= _LEAST).all(-1)
-    cut = torch.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1], labels], -1)
-    none = torch.zeros_like(cut)
-    none[..., 4] = NO_BOX
-    cut = torch.where(is_kept[..., None], cut, none)
+    x0, x1 = corners[..., 0::2].clamp(0, width).unbind(-1)
+    y0, y1 = corners[..., 1::2].clamp(0, height).unbind(-1)
+    is_kept = (labels > NO_BOX) & (x1 - x0 >= _LEAST) & (y1 - y0 >= _LEAST)
+    cut = _kept(torch.stack([x0, y0, x1, y1, labels], -1), is_kept)
     order = torch.argsort((~is_kept).byte(), dim=1, stable=True)
     return cut.gather(1, order[..., None].expand_as(cut))
+
+
+def _kept(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
+    """Rows (B, N, n) with their labels last, and what stands for none in the place of others."""
+    none = torch.zeros_like(rows)
+    none[..., -1] = NO_BOX
+    return torch.where(is_kept[..., None], rows, none)
 
 
 def kept_keypoints(
@@ -76,12 +79,8 @@ def kept_keypoints(
     restored = torch.where(labels <= OUTSIDE, OUTSIDE - labels, labels)
     x, y = points.unbind(-1)
     is_inside = (x >= 0) & (y >= 0) & (x < width) & (y < height)
-    is_none = labels == NO_BOX
     marked = torch.where(is_inside, restored, OUTSIDE - restored)
-    keypoints = torch.stack([x, y, torch.where(is_none, labels, marked)], -1)
-    none = torch.zeros_like(keypoints)
-    none[..., 2] = NO_BOX
-    return torch.where(is_none[..., None], none, keypoints)
+    return _kept(torch.stack([x, y, marked], -1), labels != NO_BOX)
 
 
 def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -87,20 +87,19 @@ def draw_mix(
     if not cut:
         return lam, None
     half = math.sqrt(1 - lam) / 2
-    center_y = y * height
-    center_x = x * width
-    top, bottom = (
-        int(np.clip(round(center_y + s * half * height), 0, height)) for s in (-1, 1)
+    top, bottom = _span(y, half, height)
+    left, right = _span(x, half, width)
+    share = 1 - (bottom - top) * (right - left) / (height * width)
+    return share, (top, bottom, left, right)
+
+
+def _span(center: float, half: float, side: int) -> tuple[int, int]:
+    """Return where a box begins and ends on a side of so many pixels; center and half are shares of the side."""
+    begin, end = (
+        int(np.clip(round(center * side + sign * half * side), 0, side))
+        for sign in (-1, 1)
     )
-    left, right = (
-        int(np.clip(round(center_x + s * half * width), 0, width)) for s in (-1, 1)
-    )
-    return 1 - (bottom - top) * (right - left) / (height * width), (
-        top,
-        bottom,
-        left,
-        right,
-    )
+    return begin, end
 
 
 def mix(

@@ -124,14 +124,10 @@ def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
     left_over = []
     for box in boxes:
         x0, y0, x1, y1 = box[:4].astype(int).tolist()
-        rows, columns = np.nonzero(~is_hidden[y0:y1, x0:x1])
-        if len(rows):
-            around = [
-                x0 + columns.min(),
-                y0 + rows.min(),
-                x0 + columns.max() + 1,
-                y0 + rows.max() + 1,
-            ]
+        # (x, y) of the pixels that are not hidden
+        seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
+        if len(seen):
+            around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
             # A whole box keeps its fractions of pixels.
             is_whole = around == [x0, y0, x1, y1]
             left_over.append(box if is_whole else np.array([*around, *box[4:]]))

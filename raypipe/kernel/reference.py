@@ -79,10 +79,13 @@ def _taps(source: int, result: int, is_cubic: bool) -> tuple[np.ndarray, np.ndar
 def _cubic(x: np.ndarray) -> list[np.ndarray]:
     """Weights with A = -0.75; OpenCV's own floats make pixels that differ by 1 level at most."""
     a = -0.75
-    y = 1 - x
+
+    def near(distance: np.ndarray) -> np.ndarray:
+        return ((a + 2) * distance - (a + 3)) * distance * distance + 1
+
     c0 = ((a * (x + 1) - 5 * a) * (x + 1) + 8 * a) * (x + 1) - 4 * a
-    c1 = ((a + 2) * x - (a + 3)) * x * x + 1
-    c2 = ((a + 2) * y - (a + 3)) * y * y + 1
+    c1 = near(x)
+    c2 = near(1 - x)
     return [c0, c1, c2, 1 - c0 - c1 - c2]
 
 

@@ -117,6 +117,15 @@ def print_table(heading: str, rows: Mapping[str, Any]) -> None:
     )
 
 
+def told(result: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
+    """The values of a command's result that a table shows: without some names, and without empty values."""
+    return {
+        name: value
+        for name, value in result.items()
+        if name not in left_out and value not in (None, "", {})
+    }
+
+
 def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of texts in aligned columns below their names, on standard output."""
     shown = [[printable(cell) for cell in row] for row in (header, *rows)]

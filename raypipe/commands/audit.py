@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from raypipe.printing import print_table
+from raypipe.printing import print_table, told
 
 
 def audit(
@@ -88,12 +88,7 @@ def audit(
 
 def print_audit(result: dict[str, Any]) -> None:
     """Print what was checked, each finding, and the verdict."""
-    left_out = ("run_dir", "epochs", "findings", "differences", "ok")
-    rows = {
-        name: value
-        for name, value in result.items()
-        if name not in left_out and value not in ("", None)
-    }
+    rows = told(result, "run_dir", "epochs", "findings", "differences", "ok")
     epochs = result["epochs"].values()
     num_whole = sum(epoch["is_complete"] for epoch in epochs)
     rows["epochs"] = f"{len(epochs)}, {num_whole} with all of their micro-batches"

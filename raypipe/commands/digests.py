@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raypipe.config import RunConfig
 from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.printing import print_table
+from raypipe.printing import print_table, told
 
 if TYPE_CHECKING:
     from raypipe.plan.places import Cursor
@@ -108,10 +108,7 @@ def _hashed(
 
 def print_digests(result: dict[str, Any]) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
-    rows = {
-        key: value for key, value in result.items() if value != {} and key != "store"
-    }
-    print_table(result.get("store", "comparison"), rows)
+    print_table(result.get("store", "comparison"), told(result, "store"))
     if "equal" not in result:
         return
     num = f"{result['compared']} micro-batches"

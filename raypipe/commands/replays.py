@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.printing import print_rows, print_table
+from raypipe.printing import print_rows, print_table, told
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
@@ -99,7 +99,7 @@ def replay_steps(
         )
     result["samples"] = [row for place in places for row in replay.samples_of(place)]
     if output:
-        result |= _picture(replay, places, output)
+        result |= _picture(replay, places, result["samples"], output)
     return result
 
 
@@ -150,7 +150,12 @@ def _written(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     return {"rows": num_rows, "output": output}
 
 
-def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[str, Any]:
+def _picture(
+    replay: Replay,
+    places: list[MicroBatchId],
+    samples: list[dict[str, Any]],
+    output: str,
+) -> dict[str, Any]:
     """Write the picture of micro-batches, as far as it has room; say why if their pixels cannot be made."""
     if not output.endswith(".png") or not Path(output).parent.is_dir():
         raise ConfigError(
@@ -158,15 +163,13 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
         )
     from raypipe.commands.picture import draw_tiles, save_picture
 
-    groups: list[list[Tile]] = []
-    names: list[str] = []
     try:
-        for place in places:
-            if len(groups) < _MAX_PICTURES:
-                of_place, names = _tiles(replay, place)
-                groups += of_place[: _MAX_PICTURES - len(groups)]
+        groups, names = _tiles(replay, places)
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
+    for row, group in zip(samples, groups, strict=False):
+        title = " ".join([f"step {row['step']}, sample {row['index']}", *_label(row)])
+        group[0] = changed(group[0], lines=[title])
     ends = dict.fromkeys([places[0], places[-1]])
     titles = [f"step {replay.step_of(place)}, {place}" for place in ends]
     title = f"{replay.address}: {' to '.join(titles)}"
@@ -179,20 +182,24 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     return {"output": output, "pictured": len(groups)}
 
 
-def _tiles(replay: Replay, place: MicroBatchId) -> tuple[list[list[Tile]], list[str]]:
-    """The tiles of each sample of a micro-batch, with its place and its label; and their names."""
+def _tiles(
+    replay: Replay, places: list[MicroBatchId]
+) -> tuple[list[list[Tile]], list[str]]:
+    """The tiles of each sample of some micro-batches, as far as a picture has room, and their names."""
     from raypipe.commands.preview_tiles import Preview
 
-    remade = replay.remade(place)
-    rows = range(len(remade.host.index))
-    groups, names = Preview(remade.maker).of_micro_batch(remade, rows)
-    if remade.maker.stage.config is None and "augmented" in names:
-        # the model saw what the CPU made
-        groups, names = [group[:1] for group in groups], names[:1]
-    for row, group in zip(replay.samples_of(place), groups, strict=True):
-        title = " ".join([f"step {row['step']}, sample {row['index']}", *_label(row)])
-        group[0] = changed(group[0], lines=[title])
-    return groups, names
+    groups: list[list[Tile]] = []
+    names: list[str] = []
+    for place in places:
+        if len(groups) < _MAX_PICTURES:
+            remade = replay.remade(place)
+            rows = range(len(remade.host.index))
+            of_place, names = Preview(remade.maker).of_micro_batch(remade, rows)
+            if remade.maker.stage.config is None and "augmented" in names:
+                # the model saw what the CPU made
+                names = names[:1]
+            groups += [tiles[: len(names)] for tiles in of_place]
+    return groups[:_MAX_PICTURES], names
 
 
 def print_replay(result: dict[str, Any]) -> None:
@@ -201,16 +208,12 @@ def print_replay(result: dict[str, Any]) -> None:
         print(f"changed: {sentence}")
     if "samples" in result:
         print_rows(list(_COLUMNS), [_cells(row) for row in result["samples"]])
-    rows = {
-        name: value
-        for name, value in result.items()
-        if name not in ("run_dir", "with", "differences", "samples")
-        and value not in (None, "", {})
-    }
+    rows = told(result, "run_dir", "with", "differences", "samples")
     heading = result["run_dir"]
     if "with" in result:
         heading += f" and {result['with']}"
-        rows["made_steps"] = ", ".join(map(str, result["made_steps"]))
+        made = {"made_steps": ", ".join(map(str, result["made_steps"]))}
+        rows = told(rows | made)
     print_table(heading, rows)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from raypipe.errors import ConfigError
 from raypipe.printing import print_rows
 
+_INDEX = re.compile(r"-?(0|[1-9]\d{0,17})", re.ASCII)
 _MAX_ROWS = 40
 _NUM_STEPS = 3  # the table shows these of a bad sample
 
@@ -79,9 +81,7 @@ def when(
 
 def index_or_name(text: str) -> int | str:
     """Return an index as a number, also a negative one, for the error; with leading zeros it is a name."""
-    digits = text.removeprefix("-")
-    is_number = digits.isascii() and digits.isdecimal() and digits == str(int(digits))
-    return int(text) if is_number else text
+    return int(text) if _INDEX.fullmatch(text) else text
 
 
 def print_when(result: dict[str, Any]) -> None:

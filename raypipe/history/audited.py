@@ -34,7 +34,7 @@ from raypipe.streaming.record.digest_log import (
 )
 from raypipe.streaming.record.opened import sealed
 
-_ORDER = attrgetter("split", "step", "micro")
+_ORDER = attrgetter("epoch", "split", "step", "micro")
 _NUM_NAMED = 3  # micro-batches that a finding names, at most
 
 Kind = Literal["lines", "foreign", "root", "batch", "finished", "store"]
@@ -107,8 +107,7 @@ class AuditedRecord:
     def choose(self, num: int, seed: int) -> list[MicroBatchId]:
         """Return random places of the record, in its order; all of them if it has no more."""
         num = min(num, len(self.places))
-        chosen = random.Random(seed).sample(range(len(self.places)), num)
-        return [self.places[number] for number in sorted(chosen)]
+        return sorted(random.Random(seed).sample(self.places, num), key=_ORDER)
 
     # The record by itself
 
@@ -143,7 +142,9 @@ class AuditedRecord:
         foreign = [
             place
             for place, hashes in record.recorded.items()
-            if not self._has(place, hashes.start)
+            if not any(
+                start.has_place(place) for start in self._starts_of(hashes.start)
+            )
         ]
         if foreign:
             named = ", ".join(map(str, foreign[:_NUM_NAMED]))
@@ -151,14 +152,6 @@ class AuditedRecord:
             self._find("foreign", text, epoch)
         for place in foreign:
             del record.recorded[place]
-
-    def _has(self, place: MicroBatchId, recorded: dict[str, Any]) -> bool:
-        """Return whether the plan of a start had a place for a rank when it was recorded."""
-        return any(
-            start.has_place(place)
-            and str(place.micro % start.workers) == str(recorded.get("rank"))
-            for start in self._starts_of(recorded)
-        )
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
         """The starts of the run that have the settings of a recorded one, the newest first."""

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.history.recorded import RecordedRun
-from raypipe.metrics.records import read_records
 from raypipe.plan.schedule import Plan
-from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.digest import other_settings
 
 # Settings that decide nothing that a model sees.
@@ -61,6 +59,6 @@ def _drawn(plan: Plan, step: int) -> np.ndarray:
 def _losses(run: RecordedRun) -> dict[int, float]:
     return {
         record["step"]: record["loss"]
-        for record in read_records(as_uri(run.address))
+        for record in run.records
         if record.get("kind") == "train" and "loss" in record
     }

@@ -11,7 +11,7 @@ from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.flags import FLAGS
-from raypipe.metrics.records import STATUS, read_records
+from raypipe.metrics.records import STATUS
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
@@ -36,14 +36,13 @@ class History:
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
         status = join_address(run.address, STATUS)
-        records = read_records(run.address)
         if exists(status):
             with damage_told(status):
                 self.num_done = whole_number(read_json(status)["step"], "step")
         else:
-            self.num_done = int(max((each["step"] for each in records), default=0))
+            self.num_done = int(max((each["step"] for each in run.records), default=0))
         self._validated = {
-            record.get("epoch") for record in records if record.get("kind") == "val"
+            record.get("epoch") for record in run.records if record.get("kind") == "val"
         }
         self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
@@ -65,10 +64,10 @@ class History:
             `index` in the store, in a mixture counted through all stores; `name`, empty = it has none; `split`;
             `error`: why the run could not use it, empty = it could; `num_drawn` and `num_to_come`: numbers of
             draws that the run has reached, and of others; and `draws` in the order of the run, each with `split`,
-            `epoch`, `step` (as in metrics.jsonl, from 1; a validation has that of the step before it), `rank` (that
-            got it, or will get it with as many ranks as now), `micro`, `row`, `has_come`, `was_bad` (whether the
-            run could not use it), `replaced_by` (the sample that the model saw instead; None = none, so the row
-            had weight 0) and `instead_of` (the bad sample in whose place it was; None = the plan draws it).
+            `epoch`, `step` (as in metrics.jsonl, from 1; a validation has that of the step before it), `rank` (got
+            it, or will get it with as many ranks as now), `micro`, `row`, `has_come`, `was_bad` (whether the run
+            could not use it), `replaced_by` (the sample that the model saw instead; None = none, so the row had
+            weight 0) and `instead_of` (the bad sample in whose place it was; None = the plan draws it).
 
         Raises:
             ConfigError: there is no such sample, or there are several of the name.

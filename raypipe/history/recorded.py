@@ -88,14 +88,13 @@ class Start(NamedTuple):
         )
 
 
-def _read_starts(
-    run_uri: str, trust_run_code: bool, given: dict[str, Any]
+def _starts_in(
+    records: list[dict[str, Any]],
+    run_uri: str,
+    trust_run_code: bool,
+    given: dict[str, Any],
 ) -> list[Start]:
     """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
-    for name in given.keys() - _GIVEN:
-        raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
-    records = read_records(run_uri)
-    check_owner(run_uri, trust_run_code)
     last = max((record["step"] for record in records), default=0)
     streams: dict[str, RecordedStream] = {}
     starts = []
@@ -141,6 +140,7 @@ class RecordedRun:
 
     Attributes:
         address: the run's folder.
+        records: those of metrics.jsonl.
         starts: in the order in which they happened.
         stream: the stream of the newest start.
     """
@@ -148,9 +148,15 @@ class RecordedRun:
     def __init__(
         self, run: str | Path, trust_run_code: bool = False, **given: Any
     ) -> None:
+        for name in given.keys() - _GIVEN:
+            raise ConfigError(
+                f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}"
+            )
         run_uri = as_uri(str(run).rstrip("/"))
         self.address = run_uri.removeprefix("file://")
-        self.starts = _read_starts(run_uri, trust_run_code, given)
+        self.records = read_records(run_uri)
+        check_owner(run_uri, trust_run_code)
+        self.starts = _starts_in(self.records, run_uri, trust_run_code, given)
         self.stream = self.starts[-1].stream
 
     def __len__(self) -> int:

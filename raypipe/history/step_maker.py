@@ -127,6 +127,6 @@ def remade_of(stream: RecordedStream, place: MicroBatchId) -> Remade:
     return Remade(_maker_of(stream), place, bad)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _maker_of(stream: RecordedStream) -> StepMaker:
     return StepMaker(stream.spec, stream.augment, stream.record.dtype or "")

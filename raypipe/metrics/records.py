@@ -22,10 +22,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import ConfigError, OutageError, RaypipeError
+from raypipe.errors import OutageError, RaypipeError
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input, read_whole, write_synced, write_text
-from raypipe.storage.filesystem import errors_as, join_address, open_filesystem
+from raypipe.storage.files import read_whole, write_synced, write_text
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.retries import without_retries
 from raypipe.storage.retrying_filesystem import upload
 
@@ -222,12 +222,8 @@ class RecordWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
             for name in (RECORDS, SAMPLES):
-                path = f"{self._remote}/{name}"
-                with (
-                    errors_as(ConfigError, f"{path} cannot be read"),
-                    contextlib.suppress(FileNotFoundError),
-                ):
-                    content = open_input(self._filesystem, path).read()
+                content = read_whole(f"{self._remote}/{name}", self._filesystem)
+                if content is not None:
                     (self._folder / name).write_bytes(content)
         start = {
             "kind": _START,

@@ -52,11 +52,18 @@ def read_by(
         return read(file)
 
 
-def read_whole(address: str) -> bytes | None:
-    """Return a file's content, None if it does not exist; raise ConfigError if it cannot be read."""
+def read_whole(
+    address: str, filesystem: pyarrow.fs.FileSystem | None = None
+) -> bytes | None:
+    """Return a file's content, None if it does not exist; raise ConfigError if it cannot be read.
+
+    Args:
+        address: address of the file, or its path on the file system.
+    """
     with errors_as(ConfigError, f"{address} cannot be read"):
         try:
-            with open_input(*open_filesystem(address)) as file:
+            place = (filesystem, address) if filesystem else open_filesystem(address)
+            with open_input(*place) as file:
                 return file.read()
         except FileNotFoundError:
             return None

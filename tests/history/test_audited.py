@@ -227,6 +227,7 @@ FORGED: dict[str, tuple[str, Change]] = {
     "finished": ("whole", entry(2, 1, finished=flipped)),
     "finished, redone": ("whole", redone(entry(2, 1, finished=flipped))),
     "finished removed": ("whole", entry(2, 1, finished=None)),
+    "finished removed, redone": ("whole", redone(entry(2, 1, finished=None))),
     "another CPU": ("whole", other_cpu),
     **{
         f"the last {num} lines of epoch {epoch}": (

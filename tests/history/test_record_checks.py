@@ -172,6 +172,7 @@ def test_a_link_to_a_device_is_an_error_and_is_not_read(target: str, run: Path) 
 
 def test_places_that_the_run_does_not_have_are_findings_not_a_hang(run: Path) -> None:
     line = {"micro_batch": f"train-e0000-s{10**18}-m000", "hash": "0" * 32}
+    line["finished"] = line["hash"]
     with first_file(run, "digests").open("a") as file:
         file.write(json.dumps(line) + "\n")
     for ending, text in (("jsonl", ""), ("json", "[0, 0]")):

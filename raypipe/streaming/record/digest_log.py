@@ -11,9 +11,9 @@ The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch r
 device stage has finished it on a CPU. The root of an epoch is a hash over the sorted lines of all ranks, so W does
 not change it. No rank waits for another.
 
-Steps that a run does over again are recorded again. A line that a crash cut off does not count: its step comes
-after the last checkpoint, before which all lines are written. A start's seal names the settings under which its
-lines were written, see `raypipe.streaming.record.opened`.
+Steps that a run does over again are recorded again, and the lines of the newest start count. A line that a crash
+cut off does not: its step comes after the last checkpoint, before which all lines are written. The seal of a start
+names the settings under which its lines were written, see `raypipe.streaming.record.opened`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import RunFolder, append_whole, objects_of
-from raypipe.plan.places import MicroBatchId, Split
-from raypipe.storage.files import open_input, write_synced
+from raypipe.plan.places import MicroBatchId
+from raypipe.storage.files import read_whole, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.record.opened import sealed
@@ -49,9 +49,13 @@ logger = logging.getLogger(__name__)
 
 DIGESTS = "digests"
 _FILE = re.compile(r"(epoch-(\d{4,})-rank-(\d{4,})-[0-9a-f]+)\.jsonl?")
-_PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
+_PLACE = rb"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})"
+_HASH = rb'"([0-9a-f]{32})"'
+_LINE = re.compile(
+    rb'{"micro_batch": "%b", "hash": %b(?:, "finished": %b)?}' % (_PLACE, _HASH, _HASH)
+)
+_START_LINE = b'{"kind": "start"'
 _SUMS = 1 << 128
-_HASH = re.compile(r"[0-9a-f]{32}")
 _FLUSH_S = 1.0
 _FLUSH_REMOTE_S = (
     60.0  # in object storage each is a request, with all of the epoch's lines
@@ -154,6 +158,7 @@ class DigestLog(Observer):
         self._path = ""
         self._lines = list[str]()  # not written yet
         self._count = (0, 0)  # number of lines in the file, and their sum
+        self._is_synced = True
         # In object storage a file is written as a whole.
         self._content = b""
         self._flushed_at = 0.0
@@ -210,8 +215,7 @@ class DigestLog(Observer):
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
-            waits_for_disk = self._is_local and synced and self._path
-            if not (self._lines or waits_for_disk):
+            if not self._lines and (self._is_synced or not synced):
                 return
             self._flushed_at = time.monotonic()
             with self._best_effort():
@@ -231,6 +235,7 @@ class DigestLog(Observer):
         lines = text.encode()
         if self._is_local:
             append_whole(Path(path), lines, synced)
+            self._is_synced = synced
         else:
             with without_retries():
                 write_synced(self._filesystem, path, self._content + lines)
@@ -267,16 +272,6 @@ def _line(place: MicroBatchId, stream: str, finished: str) -> str:
     return f'{{"micro_batch": "{place}", "hash": "{stream}"{of_device}}}\n'
 
 
-def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
-    """The content of a file; empty if there is none."""
-    with errors_as(ConfigError, f"{path} cannot be read"):
-        try:
-            with open_input(filesystem, path) as file:
-                return file.read()
-        except FileNotFoundError:
-            return b""
-
-
 def recorded_files(folder: RunFolder) -> list[tuple[int, int, str]]:
     """The files of a folder of digests, in order: epoch, rank, and the path without its ending."""
     filesystem, path = folder
@@ -292,9 +287,11 @@ def _read_lines(
     filesystem: pyarrow.fs.FileSystem, path: str
 ) -> tuple[list[bytes], bool]:
     """The lines of a file, and whether it has all that were counted; a crash may leave others behind them."""
-    lines = _read(filesystem, f"{path}.jsonl").split(b"\n")[:-1]
+    content = read_whole(f"{path}.jsonl", filesystem) or b""
+    lines = content.split(b"\n")[:-1]
+    count = read_whole(f"{path}.json", filesystem) or b""
     try:
-        num, total = json.loads(_read(filesystem, f"{path}.json"))
+        num, total = json.loads(count)
         return lines, bool(sum_of(lines[:num]) == total)
     except (RecursionError, TypeError, ValueError):
         return lines, False
@@ -315,16 +312,19 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
         lines, is_whole = _read_lines(folder[0], path)
         of_file: dict[MicroBatchId, Hashes] = {}
         start: dict[str, Any] = {}
-        for line in objects_of(b"\n".join([*lines, b""])):
-            if line.get("kind") == "start":
-                start = line
-                record.starts.append(start)
+        for line in lines:
+            match = _LINE.fullmatch(line)
+            if line.startswith(_START_LINE):
+                for start in objects_of(line + b"\n"):
+                    record.starts.append(start)
             elif start.get("plan") == fingerprint:
-                place = place_in(line.get("micro_batch"))
-                hashes = _hashes_in(line, start)
-                if place and hashes and place.epoch == epoch:
-                    # a rank makes a place again only as it was
-                    is_whole &= of_file.setdefault(place, hashes)[:2] == hashes[:2]
+                if match and int(match[2]) == epoch:
+                    *of_place, stream, finished = match.groups(b"")
+                    hashes = Hashes(stream.decode(), finished.decode(), start)
+                    # a rank makes a place again only as it was, and finishes it on a CPU
+                    known = of_file.setdefault(_place_of(*of_place), hashes)
+                    is_whole &= known[:2] == hashes[:2]
+                    is_whole &= bool(finished) == (start.get("device") == "cpu")
                 else:
                     is_whole = False
         for place, hashes in of_file.items():
@@ -336,25 +336,17 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
     return record
 
 
-def _hashes_in(line: dict[str, Any], start: dict[str, Any]) -> Hashes | None:
-    """Return the hashes of a micro-batch's line; None = it has none."""
-    stream = str(line.get("hash"))
-    finished = str(line.get("finished", ""))
-    if _HASH.fullmatch(stream) and _HASH.fullmatch(finished or stream):
-        return Hashes(stream, finished, start)
-    return None
-
-
 def _time_of(start: dict[str, Any]) -> float:
     """The time of the line of a start, seconds of Unix time."""
     started = start.get("time")
     return started if isinstance(started, int | float) else 0.0
 
 
-def place_in(name: Any) -> MicroBatchId | None:
+def place_in(name: str) -> MicroBatchId | None:
     """The place of a micro-batch by its name, train-e0000-s000012-m000; None = it does not name one."""
-    match = _PLACE.fullmatch(str(name))
-    if match is None:
-        return None
-    split: Split = "train" if match[1] == "train" else "val"
-    return MicroBatchId(split, *map(int, match.groups()[1:]))
+    match = re.fullmatch(_PLACE, name.encode(errors="replace"))
+    return _place_of(*match.groups()) if match else None
+
+
+def _place_of(split: bytes, *numbers: bytes) -> MicroBatchId:
+    return MicroBatchId("train" if split == b"train" else "val", *map(int, numbers))

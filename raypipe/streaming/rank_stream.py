@@ -270,6 +270,8 @@ class RankStream:
 
     def _num_before(self, position: MicroBatchId) -> int | None:
         """Return how many come before the one at a place; None = it does not come, or is far."""
+        if self._next == position:
+            return 0
         if self._next is None or _pass(self._next) > _pass(position):
             return None
         most: int | None = None

@@ -130,24 +130,6 @@ static inline int advance_of(int symbol)
  * of which a compiler makes vector loops where there is AVX2. Conditions are 0 or -1. */
 #define ALL_IF(condition) (-(uint32_t)(condition))
 
-/* Fills table->look by table->codes. Shifts by a code that is not in sight are of no use, but allowed. */
-INLINE void look_up_body(Table *table)
-{
-    const uint16_t *codes = table->codes;
-    int32_t *look = table->look;
-    const uint32_t is_dc = ALL_IF(table->is_dc);
-    for (uint32_t at = 0; at < 1u << LOOK_BITS; at++) {
-        const uint32_t code = codes[at], length = code >> 8, symbol = code & 255, size = symbol & 15;
-        const uint32_t bits = length + size, end = ALL_IF((size == 0) & (symbol != 0xF0) & !is_dc);
-        const uint32_t advance = (end & END_OF_BLOCK) | (~end & ((symbol >> 4 & ~is_dc) + 1));
-        const uint32_t ones = (1u << size) - 1, value = at >> ((LOOK_BITS - bits) & 31) & ones;
-        const uint32_t is_negative = ALL_IF(value <= ones >> 1);
-        const uint32_t is_known = ALL_IF((length != 0) & (bits <= LOOK_BITS));
-        look[at] = (int32_t)(is_known & ((value - (is_negative & ones)) << 16 | advance << 8 | bits));
-    }
-}
-VERSIONS(look_up, (Table * table), (table))
-
 /* Fills table->skip: one code with the bits of its value, then those that follow, where all of such a code is in sight,
  * if not its value. */
 INLINE void join_codes_body(Table *table)
@@ -205,6 +187,7 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc, int simd)
     table->source = *source;
     table->is_dc = is_dc;
     table->is_built = table->has_pairs = 0;
+    memset(table->look, 0, sizeof table->look);
     memset(table->codes, 0, sizeof table->codes);
     uint32_t code = 0;
     int num = 0;
@@ -213,20 +196,27 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc, int simd)
         for (int i = 0; i < source->bits[length]; i++, num++, code++) {
             if (num >= 256 || code >> length)
                 return 0;
-            const int symbol = source->huffval[num];
+            const int symbol = source->huffval[num], size = symbol & 15, bits = length + size;
             if (is_dc && symbol > VALUE_BITS)
                 return 0;
-            if (length <= LOOK_BITS) {
-                uint16_t *codes = table->codes + (code << (LOOK_BITS - length));
-                for (uint32_t at = 0; at < 1u << (LOOK_BITS - length); at++)
-                    codes[at] = (uint16_t)(length << 8 | symbol);
+            const uint32_t first = length <= LOOK_BITS ? code << (LOOK_BITS - length) : 0;
+            const uint32_t num_looks = length <= LOOK_BITS ? 1u << (LOOK_BITS - length) : 0;
+            uint16_t *codes = table->codes + first;
+            for (uint32_t at = 0; at < num_looks; at++)
+                codes[at] = (uint16_t)(length << 8 | symbol);
+            if (bits <= LOOK_BITS) {
+                const int32_t counts = (is_dc ? 1 : advance_of(symbol)) << 8 | bits;
+                int32_t *look = table->look + first;
+                for (uint32_t at = 0; at < num_looks; at++) {
+                    const int value = size ? extend(at >> (LOOK_BITS - bits), size) : 0;
+                    look[at] = (int32_t)((uint32_t)value << 16) | counts;
+                }
             }
         }
         if (source->bits[length] && code >> length) /* no code is of ones alone: libjpeg refuses such a table */
             return 0;
         table->limit[length] = code << (CODE_BITS - length);
     }
-    look_up(simd, table);
     if (!is_dc)
         join_codes(simd, table);
     table->is_built = 1;

@@ -40,10 +40,11 @@ class DecodeTransform:
     def _pipeline(self) -> Any:
         import cv2
 
-        from raypipe.transform.presets import build_transform
+        from raypipe.transform.presets import _STEPS
+        from raypipe.transform.transform_steps import build_steps
 
         cv2.setNumThreads(0)
-        return build_transform(self._name, self._size, by_library=True)
+        return build_steps(_STEPS[self._name](self._size))
 
     def __call__(self, data: bytes) -> np.ndarray:
         import simplejpeg

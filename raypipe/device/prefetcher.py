@@ -251,9 +251,13 @@ def on_device(
     through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
 
     def made(
-        host: MicroBatch, tensors: Sequence[torch.Tensor], copied: Any = None
+        host: MicroBatch,
+        tensors: Sequence[torch.Tensor] | None = None,
+        copied: Any = None,
     ) -> Batch:
         with pinned(through.device):
+            if tensors is None:  # there is no ring
+                tensors = [view(array).to(through.device) for array in _arrays(host)]
             fields = _fields(host, tensors)
             if host.ready is not None:
                 hand_over(host.ready, [fields[IMAGE]], through.device)
@@ -277,14 +281,9 @@ def on_device(
                 )
                 del host, tensors
 
-    def of_host(host: MicroBatch) -> Batch:
-        with pinned(through.device):
-            tensors = [view(array).to(through.device) for array in _arrays(host)]
-        return made(host, tensors)
-
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return map(of_host, source)
+    return map(made, source)
 
 
 def _arrays(host: MicroBatch) -> list[np.ndarray]:

@@ -151,10 +151,8 @@ class StageClock(Observer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[tuple[Split, str, Any, Any]] = deque()
-        self._times: dict[Split, StageTimes] = {
-            "train": StageTimes(),
-            "val": StageTimes(),
-        }
+        # Sums by their names: a micro-batch adds to them five times.
+        self._sums: dict[Split, dict[str, Any]] = {"train": {}, "val": {}}
         self._asked: Any = None  # the mark of the last request
         self._arrived: Any = None  # the mark of its batch
         # the batch that is computed, and the mark of its beginning
@@ -183,7 +181,9 @@ class StageClock(Observer):
 
     def count(self, split: Split, **amounts: Any) -> None:
         """Add to sums, by their names."""
-        self._times[split] += StageTimes(**amounts)
+        sums = self._sums[split]
+        for name, amount in amounts.items():
+            sums[name] = sums.get(name, 0) + amount
 
     def times(self, split: Split) -> StageTimes:
         """The sums so far."""
@@ -196,7 +196,7 @@ class StageClock(Observer):
                 self.count(of_split, **{f"{stage}_s": seconds})
             else:
                 self._pending.append((of_split, stage, start, end))
-        return self._times[split]
+        return StageTimes(**self._sums[split])
 
     def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
         self._end_compute()

@@ -31,11 +31,20 @@ def reused_memory(num_bytes: int) -> np.ndarray:
         return np.empty(num_bytes, np.uint8)
     memory = _spare_of(num_bytes)
     if memory is None:
+        # Blocks grow: memory of their former sizes would stay for good.
+        free_spare(all_but=1)
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Views refer to the array that owns the memory: this one, since a mapping is not an array.
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _spare_again, memory).atexit = False
     return array
+
+
+def free_spare(all_but: int = 0) -> None:
+    """Give spare memory back to the system, but for the newest pieces."""
+    with contextlib.suppress(IndexError):  # another thread has taken it
+        while len(_spare) > all_but:
+            _spare.popleft()
 
 
 def _spare_again(memory: mmap.mmap) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
+from raypipe.transform import block_memory
 from raypipe.transform.block_memory import reused_memory
 
 NUM_BYTES = 3 * 700 * 700 * 3
@@ -57,3 +58,13 @@ def test_threads_never_get_the_same_memory() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(is_kept, [*range(8)] * 100))
+
+
+def test_memory_of_former_sizes_is_given_back() -> None:
+    for mib in (1, 2, 3):
+        # one is filled while the other is shipped
+        pair = [reused_memory(mib << 20) for _ in range(2)]
+        del pair
+    assert [len(memory) >> 20 for memory in block_memory._spare] == [2, 3, 3]
+    block_memory.free_spare()
+    assert not block_memory._spare

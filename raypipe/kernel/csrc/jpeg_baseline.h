@@ -180,7 +180,8 @@ static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
 static int scan_of(const Frame *frame, const FileTables *tables, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.codes = frame->codes, .interval = frame->interval, .places = PAIRED_PLACES};
+    *scan = (Scan){.codes = frame->codes, .interval = frame->interval, .places = PAIRED_PLACES,
+                   .simd = SIMD_AVX2};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {

@@ -319,6 +319,7 @@ static int decode_crop(
         Scan scan;
         scan_of_libjpeg(info, &scan);
         scan.seek = seek;
+        scan.simd = simd;
         const size_t clean_bytes = scan.codes.left + PADDING;
         const Writer clean =
             writer_of((*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, clean_bytes), clean_bytes);

@@ -80,6 +80,7 @@ typedef struct {
     int num_blocks;        /* of an MCU */
     const uint8_t *places; /* of coefficients: PLACES */
     Seek seek;             /* of a seekable file, whose end is the scan's */
+    int simd;              /* vector instructions that may be used */
     ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
 } Scan;
 
@@ -125,52 +126,60 @@ static inline int advance_of(int symbol)
     return (symbol & 15) || symbol == 0xF0 ? (symbol >> 4) + 1 : END_OF_BLOCK;
 }
 
-/* Puts what follows a code into its entry, where all of that code is in sight, if not its value. */
-static void join_codes(Table *table, const uint8_t *lengths)
+/* What follows is done for each image whose tables are not those of the last: loops without branches, over pointers,
+ * of which a compiler makes vector loops where there is AVX2. Conditions are 0 or -1. */
+#define ALL_IF(condition) (-(uint32_t)(condition))
+
+/* Fills table->skip: one code with the bits of its value, then those that follow, where all of such a code is in sight,
+ * if not its value. */
+INLINE void join_codes_body(Table *table)
 {
-    uint16_t single[1 << SKIP_BITS];
-    memcpy(single, table->skip, sizeof single);
+    uint32_t first[1 << SKIP_BITS]; /* the code's length << 16 | advance << 8 | bits; 0: a longer code */
+    const uint16_t *codes = table->codes;
+    uint32_t *single = first;
     for (uint32_t at = 0; at < 1u << SKIP_BITS; at++) {
-        int bits = single[at] & 255, advance = single[at] >> 8;
-        for (int codes = 1; codes < MAX_JOINED && bits && bits < SKIP_BITS && advance < END_OF_BLOCK; codes++) {
-            const uint32_t then = at << bits & ((1u << SKIP_BITS) - 1);
-            if (!single[then] || lengths[then] > SKIP_BITS - bits)
-                break;
-            bits += single[then] & 255;
-            advance += single[then] >> 8;
+        const uint32_t code = codes[at << (LOOK_BITS - SKIP_BITS)], length = code >> 8, symbol = code & 255;
+        const uint32_t end = ALL_IF(((symbol & 15) == 0) & (symbol != 0xF0));
+        const uint32_t advance = (end & END_OF_BLOCK) | (~end & ((symbol >> 4) + 1));
+        const uint32_t is_known = ALL_IF((length != 0) & (length <= SKIP_BITS));
+        single[at] = is_known & (length << 16 | advance << 8 | (length + (symbol & 15)));
+    }
+    uint16_t *skip = table->skip;
+    for (uint32_t at = 0; at < 1u << SKIP_BITS; at++) {
+        uint32_t joined = single[at] & 0xFFFF;
+        for (int codes_left = MAX_JOINED - 1; codes_left > 0; codes_left--) {
+            const uint32_t bits = joined & 255, advance = joined >> 8;
+            const uint32_t next = single[at << bits & ((1u << SKIP_BITS) - 1)];
+            const uint32_t is_in_sight =
+                ALL_IF((advance < END_OF_BLOCK) & (bits < SKIP_BITS) & (bits + (next >> 16) <= SKIP_BITS));
+            joined += next & 0xFFFF & is_in_sight & ALL_IF(joined != 0);
         }
-        table->skip[at] = (uint16_t)(advance << 8 | bits);
+        skip[at] = (uint16_t)joined;
     }
 }
+VERSIONS(join_codes, (Table * table), (table))
 
-/* Fills table->pairs, by looks of LOOK_BITS at the first and at what follows it. */
-static void join_pairs(Table *table)
+/* Fills table->pairs, by looks at the first code and at what follows it. */
+INLINE void join_pairs_body(Table *table)
 {
-    if (table->has_pairs)
-        return;
+    _Static_assert(PAIR_BITS == LOOK_BITS, "a look finds all that is in sight");
+    const uint32_t *look = (const uint32_t *)table->look;
+    uint64_t *pairs = table->pairs;
     for (uint32_t at = 0; at < 1u << PAIR_BITS; at++) {
-        const uint32_t window = at << (32 - PAIR_BITS); /* its bits, and no more, at the top */
-        const uint32_t first = (uint32_t)table->look[window >> (32 - LOOK_BITS)];
-        if (!first) {
-            table->pairs[at] = 0;
-            continue;
-        }
-        const uint32_t bits = first & 255, advance = first >> 8 & 255;
-        uint32_t all_bits = bits, all_advance = advance, last = first;
-        const uint32_t next = advance < END_OF_BLOCK ? (uint32_t)table->look[(window << bits) >> (32 - LOOK_BITS)] : 0;
-        if (next && bits + (next & 255) <= PAIR_BITS) {
-            all_bits += next & 255;
-            all_advance += next >> 8 & 255;
-            last = next;
-        }
-        table->pairs[at] = all_bits | all_advance << 8 | advance << 16 | bits << 24 | (uint64_t)(first >> 16) << 32 |
-                           (uint64_t)(last >> 16) << 48;
+        const uint32_t first = look[at], bits = first & 255, advance = first >> 8 & 255;
+        const uint32_t next = look[at << bits & ((1u << PAIR_BITS) - 1)];
+        const uint32_t is_pair =
+            ALL_IF((advance < END_OF_BLOCK) & (bits + (next & 255) <= PAIR_BITS) & (first != 0) & (next != 0));
+        const uint32_t last = (is_pair & next) | (~is_pair & first);
+        const uint32_t counts = ((first & 0xFFFF) + (next & 0xFFFF & is_pair)) | advance << 16 | bits << 24;
+        pairs[at] = counts | (uint64_t)(first >> 16 | (last & 0xFFFF0000)) << 32;
     }
     table->has_pairs = 1;
 }
+VERSIONS(join_pairs, (Table * table), (table))
 
 /* 0: not a table. */
-static int build(Table *table, const JHUFF_TBL *source, int is_dc)
+static int build(Table *table, const JHUFF_TBL *source, int is_dc, int simd)
 {
     if (table->is_built && table->is_dc == is_dc && memcmp(table->source.bits, source->bits, 17) == 0 &&
         memcmp(table->source.huffval, source->huffval, 256) == 0)
@@ -179,9 +188,7 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
     table->is_dc = is_dc;
     table->is_built = table->has_pairs = 0;
     memset(table->look, 0, sizeof table->look);
-    memset(table->skip, 0, sizeof table->skip);
     memset(table->codes, 0, sizeof table->codes);
-    uint8_t lengths[1 << SKIP_BITS]; /* of the codes alone */
     uint32_t code = 0;
     int num = 0;
     for (int length = 1; length <= CODE_BITS; length++, code <<= 1) {
@@ -189,28 +196,20 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
         for (int i = 0; i < source->bits[length]; i++, num++, code++) {
             if (num >= 256 || code >> length)
                 return 0;
-            const int symbol = source->huffval[num], size = symbol & 15;
+            const int symbol = source->huffval[num], size = symbol & 15, bits = length + size;
             if (is_dc && symbol > VALUE_BITS)
                 return 0;
-            const int advance = is_dc ? 1 : advance_of(symbol), bits = length + size;
-            if (length <= LOOK_BITS) {
-                const uint32_t first = code << (LOOK_BITS - length);
-                for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++)
-                    table->codes[at] = (uint16_t)(length << 8 | symbol);
-            }
+            const uint32_t first = length <= LOOK_BITS ? code << (LOOK_BITS - length) : 0;
+            const uint32_t num_looks = length <= LOOK_BITS ? 1u << (LOOK_BITS - length) : 0;
+            uint16_t *codes = table->codes + first;
+            for (uint32_t at = 0; at < num_looks; at++)
+                codes[at] = (uint16_t)(length << 8 | symbol);
             if (bits <= LOOK_BITS) {
-                const uint32_t first = code << (LOOK_BITS - length);
-                for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++) {
-                    const uint32_t value = at >> (LOOK_BITS - bits) & ((1u << size) - 1);
-                    const int signed_value = size ? extend(value, size) : 0;
-                    table->look[at] = (int32_t)((uint32_t)signed_value << 16) | advance << 8 | bits;
-                }
-            }
-            if (length <= SKIP_BITS && !is_dc) {
-                const uint32_t first = code << (SKIP_BITS - length);
-                for (uint32_t at = first; at < first + (1u << (SKIP_BITS - length)); at++) {
-                    table->skip[at] = (uint16_t)(advance << 8 | bits);
-                    lengths[at] = (uint8_t)length;
+                const int32_t counts = (is_dc ? 1 : advance_of(symbol)) << 8 | bits;
+                int32_t *look = table->look + first;
+                for (uint32_t at = 0; at < num_looks; at++) {
+                    const int value = size ? extend(at >> (LOOK_BITS - bits), size) : 0;
+                    look[at] = (int32_t)((uint32_t)value << 16) | counts;
                 }
             }
         }
@@ -219,7 +218,7 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
         table->limit[length] = code << (CODE_BITS - length);
     }
     if (!is_dc)
-        join_codes(table, lengths);
+        join_codes(simd, table);
     table->is_built = 1;
     return 1;
 }
@@ -529,13 +528,16 @@ static int begin_scan(
         e->component[number] = block->component;
         e->dc[number] = &tables->dc[block->dc];
         e->ac[number] = &tables->ac[block->ac];
-        if (!block->dc_codes || !block->ac_codes || !build(&tables->dc[block->dc], block->dc_codes, 1) ||
-            !build(&tables->ac[block->ac], block->ac_codes, 0))
+        if (!block->dc_codes || !block->ac_codes || !build(&tables->dc[block->dc], block->dc_codes, 1, scan->simd) ||
+            !build(&tables->ac[block->ac], block->ac_codes, 0, scan->simd))
             return 0;
     }
     e->by_pairs = scan->codes.left > MANY_BYTES;
-    for (int number = 0; number < e->num_blocks && e->by_pairs; number++)
-        join_pairs(&tables->ac[scan->blocks[number].ac]);
+    for (int number = 0; number < e->num_blocks && e->by_pairs; number++) {
+        Table *table = &tables->ac[scan->blocks[number].ac];
+        if (!table->has_pairs)
+            join_pairs(scan->simd, table);
+    }
     e->seek = scan->seek;
     return e->seek.checksum ? begin_seeking(e) : begin_segment(e);
 }

@@ -21,6 +21,7 @@ from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
+from raypipe.transform.block_memory import free_spare
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class PooledStream(Iterator[MicroBatch]):
     def _each(self) -> Iterator[MicroBatch]:
         if self.head:
             yield from self.head.batches()
+            free_spare()
             if self.head.has_all:
                 return
         while not self._is_ready.wait(_LOOK_S):

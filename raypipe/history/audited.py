@@ -1,6 +1,6 @@
 """Checks a run's record of hashes, and micro-batches that are made again.
 
-    record.check_record()    lines that are missing or foreign; settings that do not fit
+    record.check_record()    lines that are missing, foreign, or differ from those of another start; settings
     record.compare(places)   hashes of micro-batches, made again in this process, with the recorded ones
 
 Each check adds findings, which say what differs and where.
@@ -37,7 +37,7 @@ from raypipe.streaming.record.opened import sealed
 _ORDER = attrgetter("epoch", "split", "step", "micro")
 _NUM_NAMED = 3  # micro-batches that a finding names, at most
 
-Kind = Literal["lines", "foreign", "root", "batch", "finished", "store"]
+Kind = Literal["lines", "foreign", "twice", "root", "batch", "finished", "store"]
 
 
 class Finding(NamedTuple):
@@ -45,9 +45,10 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: lines (those that a rank has written are gone, or others), foreign (lines of micro-batches that the
-            run does not have, or of settings that its starts do not have), root (it is not the published one),
-            batch (a micro-batch has another hash when it is made again), finished (the device stage makes other
-            tensors), store (it has other contents, or cannot be opened).
+            run does not have, or of settings that its starts do not have), twice (starts of one stream made a
+            micro-batch differently), root (it is not the published one), batch (a micro-batch has another hash
+            when it is made again), finished (the device stage makes other tensors), store (it has other contents,
+            or cannot be opened).
         text: the difference, for people.
         epoch: the epoch; None = it is about the whole run.
         micro_batch: name of the micro-batch; empty = it is about several.
@@ -146,12 +147,34 @@ class AuditedRecord:
                 start.has_place(place) for start in self._starts_of(hashes.start)
             )
         ]
-        if foreign:
-            named = ", ".join(map(str, foreign[:_NUM_NAMED]))
-            text = f"{len(foreign)} micro-batches are not of the run's plan: {named}"
-            self._find("foreign", text, epoch)
+        self._find_places("foreign", "are not of the run's plan", epoch, foreign)
         for place in foreign:
             del record.recorded[place]
+        twice = [
+            place
+            for place, *both in record.unequal
+            if place not in foreign and not self._may_differ(both)
+        ]
+        text = (
+            "were made again after a restart, differently, by equal settings and code"
+        )
+        self._find_places("twice", text, epoch, twice)
+
+    def _find_places(
+        self, kind: Kind, text: str, epoch: int, places: list[MicroBatchId]
+    ) -> None:
+        if places:
+            named = ", ".join(map(str, places[:_NUM_NAMED]))
+            self._find(kind, f"{len(places)} micro-batches {text}: {named}", epoch)
+
+    def _may_differ(self, both: list[Hashes]) -> bool:
+        """Return whether starts had other settings, code, versions, devices or CPUs."""
+        made_by = {
+            (start.stream, hashes.start.get("device"), hashes.start.get("cpu"))
+            for hashes in both
+            for start in self._starts_of(hashes.start)
+        }
+        return len(made_by) != 1
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
         """The starts of the run that have the settings of a recorded one, the newest first."""

@@ -382,6 +382,17 @@ def test_other_versions_on_a_resume_may_make_other_pixels(
     assert audited(tmp_path).findings == []
 
 
+def test_a_step_that_a_restart_made_again_differently_is_found(
+    folder: Path, tmp_path: Path
+) -> None:
+    spec = stream(folder)
+    trained(spec, tmp_path, until=2, changed=brighter)
+    trained(spec, tmp_path)
+    record = audited(tmp_path)
+    assert [finding.kind for finding in record.findings] == ["twice"]
+    assert str(PLACE) in record.findings[0].text
+
+
 # What is told
 
 

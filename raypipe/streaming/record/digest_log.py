@@ -84,11 +84,13 @@ class EpochRecord:
         recorded: the hashes of each place, by the newest start that has recorded it.
         starts: the lines of the starts that wrote it.
         damaged: names of files with other lines than were written.
+        unequal: what two starts have recorded for one place, where that differs.
     """
 
     recorded: dict[MicroBatchId, Hashes] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    unequal: list[tuple[MicroBatchId, Hashes, Hashes]] = field(default_factory=list)
 
     @property
     def root(self) -> str:
@@ -329,11 +331,21 @@ def read_epoch(folder: RunFolder, epoch: int, fingerprint: str) -> EpochRecord:
                     is_whole = False
         for place, hashes in of_file.items():
             earlier = record.recorded.get(place, hashes)
+            if _differ(earlier, hashes):
+                record.unequal.append((place, earlier, hashes))
             if _time_of(earlier.start) <= _time_of(hashes.start):
                 record.recorded[place] = hashes
         if not is_whole:
             record.damaged.append(path.rpartition("/")[2])
     return record
+
+
+def _differ(first: Hashes, second: Hashes) -> bool:
+    """Return whether hashes of a place differ, as far as both are recorded."""
+    if first.stream != second.stream:
+        return True
+    both_finished = first.finished and second.finished
+    return bool(both_finished) and first.finished != second.finished
 
 
 def _time_of(start: dict[str, Any]) -> float:

@@ -169,7 +169,7 @@ class Validation:
     def result(self) -> tuple[dict[str, float], int]:
         """Return the values by name, and the number of samples; all ranks call it."""
         on_device = [sums for _, sums, _ in self._rows]
-        on_host = torch.stack(on_device).tolist() if on_device else []
+        on_host = torch.stack(on_device).cpu().tolist() if on_device else []
         own = [
             (order, sums, seen)
             for (order, _, seen), sums in zip(self._rows, on_host, strict=True)

@@ -37,6 +37,7 @@
 #define VALUE_BITS 15 /* of the longest value */
 #define MAX_JOINED 3  /* codes in a look that skips */
 #define END_OF_BLOCK 128
+#define PAIR_END 63 /* END_OF_BLOCK in a pair: beyond the block from any position */
 
 /* Bytes of the longest MCU, and of a refill beyond it. */
 #define PADDING (D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * (CODE_BITS + VALUE_BITS) / 8 + 32)
@@ -47,10 +48,11 @@ typedef struct {
     /* By the next LOOK_BITS: value << 16 | advance << 8 | bits, with the bits of the value; 0 = they are not all in
      * sight. The advance is that of the position in the block: run + 1, or END_OF_BLOCK. */
     int32_t look[1 << LOOK_BITS];
-    /* By the next PAIR_BITS, of an AC table: one code with its value or two; the bits of all (8) and their advance (8),
-     * the first's advance (8) and bits (8), the first value (16) and the last (16), from the lowest bits on. 0 = a longer
-     * code. Of one alone, both are that one. */
-    uint64_t pairs[1 << PAIR_BITS];
+    /* By the next PAIR_BITS, of an AC table: one code with its value or two; from the lowest bits on, the bits of all (6)
+     * and their advance (6), the first's advance (5), the first value (8) and the last (7). 0 = a longer code, or a larger
+     * value. Of one alone, the last value is 0. Two such tables take half of an L1 cache of 32 KB: with 64 bits for an entry
+     * they filled it, and the loop took a seventh more time. */
+    uint32_t pairs[1 << PAIR_BITS];
     int has_pairs;
     /* By the next SKIP_BITS: advance << 8 | bits, of up to three codes and values; 0 = a longer code. */
     uint16_t skip[1 << SKIP_BITS];
@@ -163,16 +165,23 @@ VERSIONS(join_codes, (Table * table), (table))
 INLINE void join_pairs_body(Table *table)
 {
     _Static_assert(PAIR_BITS == LOOK_BITS, "a look finds all that is in sight");
+    uint32_t small[1 << PAIR_BITS]; /* of `look`, what has a value of -128 to 127; 0: the rest */
     const uint32_t *look = (const uint32_t *)table->look;
-    uint64_t *pairs = table->pairs;
+    uint32_t *single = small;
+    for (uint32_t at = 0; at < 1u << PAIR_BITS; at++)
+        single[at] = look[at] & ALL_IF((((look[at] >> 16) + 128) & 0xFFFF) < 256);
+    uint32_t *pairs = table->pairs;
     for (uint32_t at = 0; at < 1u << PAIR_BITS; at++) {
-        const uint32_t first = look[at], bits = first & 255, advance = first >> 8 & 255;
-        const uint32_t next = look[at << bits & ((1u << PAIR_BITS) - 1)];
-        const uint32_t is_pair =
-            ALL_IF((advance < END_OF_BLOCK) & (bits + (next & 255) <= PAIR_BITS) & (first != 0) & (next != 0));
-        const uint32_t last = (is_pair & next) | (~is_pair & first);
-        const uint32_t counts = ((first & 0xFFFF) + (next & 0xFFFF & is_pair)) | advance << 16 | bits << 24;
-        pairs[at] = counts | (uint64_t)(first >> 16 | (last & 0xFFFF0000)) << 32;
+        const uint32_t first = single[at], bits = first & 255, advance = first >> 8 & 255;
+        const uint32_t next = single[at << bits & ((1u << PAIR_BITS) - 1)];
+        const uint32_t is_end = ALL_IF(advance == END_OF_BLOCK);
+        const uint32_t is_pair = ALL_IF((first != 0) & (next != 0) & (bits + (next & 255) <= PAIR_BITS) &
+                                        ((((next >> 16) + 64) & 0xFFFF) < 128)) & ~is_end;
+        const uint32_t all_bits = bits + (next & 255 & is_pair), all_advance = advance + (next >> 8 & 255 & is_pair);
+        const uint32_t most = all_advance < PAIR_END ? all_advance : PAIR_END;
+        const uint32_t one = (advance & ~is_end) | (1 & is_end); /* END_OF_BLOCK writes a zero where there is one */
+        const uint32_t values = (first >> 16 & 255) | (next >> 16 & 127 & is_pair) << 8;
+        pairs[at] = all_bits | most << 6 | one << 12 | values << 17;
     }
     table->has_pairs = 1;
 }
@@ -328,9 +337,10 @@ static inline uint64_t load(const unsigned char *from)
             DECODE_LONG; \
             continue; \
         } \
-        block[places[position + (pair >> 16 & 255)]] = (JCOEF)(pair >> 32); \
-        position += pair >> 8 & 255; \
-        block[places[position]] = (JCOEF)(pair >> 48); \
+        const size_t first = position + (pair >> 12 & 31); \
+        position += pair >> 6 & 63; \
+        block[places[position]] = (JCOEF)((int32_t)pair >> 25); \
+        block[places[first]] = (JCOEF)((int32_t)(pair << 7) >> 24); \
         DROP(pair & 63); \
     }
 #define DECODE_CODE \
@@ -410,12 +420,15 @@ INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         JCOEF *block = *blocks[number];
         block[0] = (JCOEF)dc;
         if (e->by_pairs) {
-            uint64_t pair = 0;
+            uint32_t pair = 0;
             AC_CODES(DECODE_PAIR)
-            const size_t first = position - (pair >> 8 & 255) + (pair >> 16 & 255);
-            if (__builtin_expect(is_beyond(position) && first >= DCTSIZE2 && pair, 0)) {
-                block[DCTSIZE2 - 1] = (JCOEF)(pair >> 32); /* the other one is the next block's */
-                RETURN((pair & 63) - (pair >> 24 & 63));
+            const size_t first = position - (pair >> 6 & 63) + (pair >> 12 & 31);
+            if (__builtin_expect(first >= DCTSIZE2 && pair, 0)) { /* another one would be the next block's */
+                RETURN(pair & 63);
+                REFILL;
+                const int32_t last = table->look[bits >> (64 - LOOK_BITS)];
+                block[DCTSIZE2 - 1] = (JCOEF)(last >> 16);
+                DROP(last & 63);
             }
         } else {
             AC_CODES(DECODE_CODE)

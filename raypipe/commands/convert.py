@@ -5,7 +5,7 @@
                                                         exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. See `raypipe.commands.samples` for the left side.
+indices are the source's, unless samples are skipped. See `raypipe.commands.copied_samples` for the left side.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from raypipe.stores.sources import Asked, Source, open_source
 if TYPE_CHECKING:
     import ray.data
 
+    from raypipe.commands.copied_samples import Samples
     from raypipe.commands.copies import CopySettings, Report
-    from raypipe.commands.samples import Samples
 
 # Ray Data's tasks are tried as often
 _RETRIES = 3
@@ -229,7 +229,11 @@ def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Rep
 
 def _samples_of(opened: Any, src: Any) -> Samples:
     """Return what is copied; raise StoreError if it has no samples."""
-    from raypipe.commands.samples import dataset_samples, source_samples, store_samples
+    from raypipe.commands.copied_samples import (
+        dataset_samples,
+        source_samples,
+        store_samples,
+    )
 
     if isinstance(opened, Store):
         return store_samples(opened)

@@ -12,12 +12,12 @@ import pytest
 from pictures import picture
 
 from raypipe.commands import copies
+from raypipe.commands.copied_samples import store_rows, with_later
 from raypipe.commands.copies import (
     CopySettings,
     shard_fingerprint,
     write_shard,
 )
-from raypipe.commands.samples import store_rows, with_later
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.plain_columns import column_types, plain

@@ -13,6 +13,7 @@ import pytest
 from image_files import saved
 from PIL import Image
 
+from raypipe.commands.copied_samples import store_rows
 from raypipe.commands.copies import (
     NO_SIZE,
     CopySettings,
@@ -20,7 +21,6 @@ from raypipe.commands.copies import (
     header_sides,
     write_shard,
 )
-from raypipe.commands.samples import store_rows
 from raypipe.errors import SampleError
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore

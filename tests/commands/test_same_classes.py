@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from raypipe.commands.convert import convert
+from raypipe.commands.copied_samples import store_rows
 from raypipe.commands.copies import (
     CopySettings,
     class_numbers,
     write_shard,
 )
-from raypipe.commands.samples import store_rows
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import MemoryStore, Store, open_store
 

@@ -19,8 +19,8 @@ from pictures import picture
 from raypipe.commands import samples as samples_module
 from raypipe.commands import tasks
 from raypipe.commands.convert import convert
+from raypipe.commands.copied_samples import Block, block_shards
 from raypipe.commands.copies import num_shards
-from raypipe.commands.samples import Block, block_shards
 from raypipe.errors import StoreError
 from raypipe.rayext import cluster
 from raypipe.storage.filesystem import open_filesystem

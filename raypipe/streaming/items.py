@@ -28,8 +28,8 @@ from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, pa
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import Packer
 from raypipe.transform.process_state import (
-    costly_states,
     drawn,
+    next_draws,
     seed_cheaply,
     seed_for_item,
 )
@@ -220,26 +220,39 @@ class ItemMaker:
         if not self._is_settled:
             return is_made
         rows = np.flatnonzero(is_wanted)
-        wanted = [
-            (index_in(samples.images[row]), (k0, k1))
-            for row, (k0, k1) in zip(rows.tolist(), keys[rows].tolist(), strict=True)
-        ]
-        if not self._seeds_all:
-            before = costly_states()
-            items = self._until_one_fails(wanted)
-            self._seeds_all = costly_states() != before
-        if self._seeds_all:
-            items = self._until_one_fails(wanted)
+        wanted = [index_in(samples.images[row]) for row in rows.tolist()]
+        items = self._made(wanted, [(k0, k1) for k0, k1 in keys[rows].tolist()])
         made = rows[: len(items)]
         is_made[made] = True
         out.put_items(ITEM, first + made, indices[made], items)
         return is_made
 
-    def _until_one_fails(self, wanted: Sequence[tuple[int, Key]]) -> list[Any]:
+    def _made(self, indices: Sequence[int], keys: Sequence[Key]) -> list[Any]:
+        """Make items up to one that fails; again, if they turn out to draw from what is costly to seed."""
+        make = functools.partial(self._until_one_fails, indices, keys)
+        if not self._seeds_all:
+            seed_for_item(0, 0)
+            expected = next_draws()
+            seed_for_item(0, 0)
+            items = drawn(make)
+            self._seeds_all = next_draws() != expected
+        if self._seeds_all:
+            items = drawn(make)
+        return items
+
+    def _until_one_fails(
+        self, indices: Sequence[int], keys: Sequence[Key]
+    ) -> list[Any]:
         items = list[Any]()
+        dataset = self._items.dataset
         with contextlib.suppress(Exception), self._reached.kept():
-            for index, key in wanted:
-                items.append(drawn(functools.partial(self._drawn, index, key)))
+            rewound = self._reached.rewound(keys)
+            for index, key in zip(indices, rewound, strict=True):
+                if self._seeds_all:
+                    seed_for_item(*key)
+                else:
+                    seed_cheaply(key[0])
+                items.append(dataset[index])
         return items
 
     def slow(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
@@ -258,15 +271,6 @@ class ItemMaker:
         with self._reached.kept():
             self._seed(key)
             return self._items.dataset[index]
-
-    def _drawn(self, index: int, key: Key) -> Any:
-        """Make an item under its key, within `ReachedGenerators.kept`."""
-        if self._seeds_all:
-            self._seed(key)
-        else:
-            self._reached.rewind(key)
-            seed_cheaply(key[0])
-        return self._items.dataset[index]
 
     def _seed(self, key: Key) -> None:
         """Seed the generators of the process, and those that the Dataset holds."""

@@ -30,7 +30,7 @@ from raypipe.transform.pipelines import (
 )
 from raypipe.transform.pixels import RGB, channels_last, is_pil, is_rgb, is_tensor
 from raypipe.transform.process_state import (
-    costly_states,
+    next_draws,
     process_kept,
     seed_process,
     torchs_generator,
@@ -206,18 +206,19 @@ def _made(step: Any, images: Sequence[Any]) -> list[Any]:
     if package_of(step) == "albumentations":
         step.set_random_state(None, None)  # it fails if it draws
     seed_process(0, 0)
-    before = _states()
+    expected = _draws()
+    seed_process(0, 0)
     try:
         made = [called(step, copy.deepcopy(image)) for image in images]
     except Exception:
         return []
-    return made if _states() == before else []
+    return made if _draws() == expected else []
 
 
-def _states() -> Any:
-    """The states of the process's generators."""
+def _draws() -> Any:
+    """Return what the process's generators draw next; of torch's, the state."""
     of_torch = torchs_generator()
-    return costly_states(), of_torch and of_torch.get_state().tolist()
+    return next_draws(), of_torch and of_torch.get_state().tolist()
 
 
 def _looked(images: list[Any]) -> _Look:

@@ -15,7 +15,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from raypipe.transform.user_code import contents
 # a policy has some hundred; data that a transform holds can be endless
 _MAX_OBJECTS = 5_000
 _MAX_ITEMS = 256
+# Keys: 64 gain no more, and the generators of Python for each have 2.5 KB.
+_NUM_AHEAD = 16
 _LEAVES = (
     str,
     bytes,
@@ -134,8 +136,8 @@ class ReachedGenerators:
     def __init__(self, code: Any, seeded: np.random.Generator | None = None) -> None:
         self._code = code
         self._seeded = seeded
-        self._keyed = KeyedGenerator()
-        self._random = random.Random()
+        # those that pipelines draw from, for keys that follow each other
+        self._ahead = list[tuple[KeyedGenerator, random.Random]]()
         self._found: list[Any] = []
         self.look()
 
@@ -183,14 +185,36 @@ class ReachedGenerators:
 
     def rewind(self, key: Key) -> None:
         """Let them draw under a sample's key; within `kept`."""
-        if self._pipelines:
-            self._keyed.rewind(key)
-            self._random.seed(key[0] << 64 | key[1])
-        for pipeline in self._pipelines:
-            pipeline.random_generator = self._keyed.generator
-            pipeline.py_random = self._random
-        for number, generator in self._numbered:
-            _seed(generator, [*key, number])
+        next(self.rewound([key]))
+
+    def rewound(self, keys: Sequence[Key]) -> Iterator[Key]:
+        """Yield keys, one after the other, under which they then draw; within `kept`.
+
+        The generators of pipelines are seeded for several keys at once: between two samples, whose work has driven
+        that code out of the CPU's caches, it takes twice as long.
+        """
+        num_ahead = _NUM_AHEAD
+        if self._numbered:  # one of them may be a pipeline's
+            num_ahead = 1
+        for first in range(0, len(keys), num_ahead):
+            of_keys = keys[first : first + num_ahead]
+            self._seed_ahead(of_keys)
+            for key, (keyed, of_python) in zip(of_keys, self._ahead, strict=False):
+                for pipeline in self._pipelines:
+                    pipeline.random_generator = keyed.generator
+                    pipeline.py_random = of_python
+                for number, generator in self._numbered:
+                    _seed(generator, [*key, number])
+                yield key
+
+    def _seed_ahead(self, keys: Sequence[Key]) -> None:
+        missing = len(keys) - len(self._ahead)
+        self._ahead += [(KeyedGenerator(), random.Random()) for _ in range(missing)]
+        if not self._pipelines:
+            return
+        for key, (keyed, of_python) in zip(keys, self._ahead, strict=False):
+            keyed.rewind(key)
+            of_python.seed(key[0] << 64 | key[1])
 
 
 def _state_of(generator: Any) -> Put:

@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
+from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 
 KEYS = [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
@@ -239,3 +240,29 @@ def test_torch_that_the_code_is_first_to_import_is_seeded_with_it() -> None:
     one, kept = run("0,1,2"), run("2,0,1", "kept")
     assert one[:3] == [kept[1], kept[2], kept[0]]
     assert (one[3], kept[3]) == ("False", "True")
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_generators_that_are_seeded_ahead_draw_as_those_of_one_key(
+    has_own: bool,
+) -> None:
+    own = np.random.default_rng()
+    code = [PIPELINE, own] if has_own else [PIPELINE]
+    reached = ReachedGenerators(code)
+    keys = [(number, 2 * number) for number in range(40)]
+
+    def draws() -> tuple[float, ...]:
+        return (
+            PIPELINE.random_generator.random(),
+            PIPELINE.py_random.random(),
+            own.random() if has_own else 0.0,
+        )
+
+    expected = []
+    with reached.kept():
+        for key in keys:
+            reached.rewind(key)
+            expected.append(draws())
+    with reached.kept():
+        assert [draws() for _ in reached.rewound(keys)] == expected
+    assert len(set(expected)) == len(keys)

@@ -24,10 +24,11 @@ def idle(cpus: float, gpus: float = 0) -> Resources:
 
 def share(
     offer: Resources,
-    train: TrainConfig | None = None,
-    per_step: int = 1,
+    workers: dict[str, Any] | None,
+    per_step: int,
     **pool: Any,
 ) -> Allocation:
+    train = None if workers is None else TrainConfig(**workers)
     return allocate(offer, PoolConfig(**pool), train, per_step)
 
 
@@ -61,8 +62,7 @@ def test_trainers_get_what_they_need_and_the_pool_the_rest(
     pool: dict[str, Any],
     expected: Allocation,
 ) -> None:
-    train = None if workers is None else TrainConfig(**workers)
-    assert share(offer, train, max(1, expected.workers), **pool) == expected
+    assert share(offer, workers, max(1, expected.workers), **pool) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,8 @@ def test_what_is_missing_is_told_with_the_setting_to_change(
     pool: dict[str, Any],
     message: str,
 ) -> None:
-    train = None if workers is None else TrainConfig(**workers)
     with pytest.raises(ResourceError, match=message):
-        share(offer, train, 16, **pool)
+        share(offer, workers, 16, **pool)
 
 
 def test_workers_must_divide_m() -> None:
@@ -148,7 +147,7 @@ def test_workers_must_divide_m() -> None:
         ConfigError,
         match=r"train\.num_workers=3 does not divide the 4 micro-batches of a step",
     ):
-        share(idle(8), TrainConfig(num_workers=3), 4)
+        share(idle(8), {"num_workers": 3}, 4)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_workers_must_divide_m() -> None:
 def test_auto_workers_are_the_largest_divisor_of_m_that_the_gpus_allow(
     gpus: int, per_step: int, workers: int
 ) -> None:
-    allocation = share(idle(64, gpus), TrainConfig(), per_step)
+    allocation = share(idle(64, gpus), {}, per_step)
     assert (allocation.workers, allocation.gpu) == (workers, True)
 
 
@@ -177,7 +176,7 @@ def test_gpus_without_micro_batches_are_counted_unless_meant(
     gpus: int, free: int, per_step: int, workers: int, idle: int
 ) -> None:
     allocation = share(
-        Resources(64, gpus, 64, free), TrainConfig(num_workers=workers), per_step
+        Resources(64, gpus, 64, free), {"num_workers": workers}, per_step
     )
     assert allocation.idle_gpus == idle
 
@@ -186,7 +185,7 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
     for cpus in range(1, 9):
         for workers in range(1, 9):
             try:
-                found = share(idle(cpus), TrainConfig(num_workers=workers), workers)
+                found = share(idle(cpus), {"num_workers": workers}, workers)
             except ResourceError:
                 assert cpus < 1 + workers / 4
                 continue

@@ -48,8 +48,7 @@ def with_first(values: pa.Array, first: Any) -> pa.Array:
 def with_columns(columns: list[pa.Array], about: list[Any]) -> bytes:
     """An index, before its compression."""
     metadata = {b"raypipe": json.dumps(about)}
-    names = list(map(str, range(len(columns))))
-    batch = pa.record_batch(columns, names, metadata=metadata)
+    batch = pa.record_batch(columns, [""] * len(columns), metadata=metadata)
     target = pa.BufferOutputStream()
     with pa.ipc.new_stream(target, batch.schema) as stream:
         stream.write_batch(batch)

@@ -18,51 +18,41 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "state missing": (
-        lambda folder: (folder / "state.pt").unlink(),
-        "its state.pt is missing",
-    ),
-    "state empty": (
-        lambda folder: (folder / "state.pt").write_bytes(b""),
-        "state.pt has 0 bytes instead of 5000",
-    ),
-    "state cut": (
-        lambda folder: os.truncate(folder / "state.pt", 4096),
-        "state.pt has 4096 bytes",
-    ),
-    "state flipped": (
-        lambda folder: flip(folder / "state.pt"),
-        "the content of its state.pt has changed",
-    ),
-    "cursor missing": (
-        lambda folder: (folder / "cursor.json").unlink(),
-        "its cursor.json is missing",
-    ),
-    "cursor empty": (
-        lambda folder: (folder / "cursor.json").write_bytes(b""),
-        "cursor.json has 0 bytes",
-    ),
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 40)
+
+
+def of_another(path: Path) -> None:
+    shutil.copy(newest(path.parents[1], before=1) / path.name, path)
+
+
+# What is done to which file, and what the error says.
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "state missing": ("state.pt", Path.unlink, "its state.pt is missing"),
+    "state empty": ("state.pt", empty, "state.pt has 0 bytes instead of 5000"),
+    "state cut": ("state.pt", cut, "state.pt has 40 bytes"),
+    "state flipped": ("state.pt", flip, "the content of its state.pt has changed"),
+    "cursor missing": ("cursor.json", Path.unlink, "its cursor.json is missing"),
+    "cursor empty": ("cursor.json", empty, "cursor.json has 0 bytes"),
     "cursor changed": (
-        lambda folder: flip(folder / "cursor.json"),
+        "cursor.json",
+        flip,
         "the content of its cursor.json has changed",
     ),
-    "manifest empty": (
-        lambda folder: (folder / "checkpoint.json").write_bytes(b""),
-        "checkpoint.json is empty",
-    ),
-    "manifest cut": (
-        lambda folder: os.truncate(folder / "checkpoint.json", 40),
-        "checkpoint.json is damaged",
-    ),
+    "manifest empty": ("checkpoint.json", empty, "checkpoint.json is empty"),
+    "manifest cut": ("checkpoint.json", cut, "checkpoint.json is damaged"),
     "manifest foreign": (
-        lambda folder: (folder / "checkpoint.json").write_bytes(b"[1]"),
+        "checkpoint.json",
+        lambda path: path.write_text("[1]"),
         "is damaged",
     ),
     "state of another": (
-        lambda folder: shutil.copy(
-            newest(folder.parent, before=1) / "state.pt", folder
-        ),
+        "state.pt",
+        of_another,
         "the content of its state.pt has changed",
     ),
 }

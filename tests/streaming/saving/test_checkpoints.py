@@ -129,8 +129,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_removed(
 ) -> None:
     # what Ray Train may leave
     (run / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')
-    broken, (harm, reason) = newest(run), DAMAGE[damage]
-    harm(broken)
+    broken, (file, harm, reason) = newest(run), DAMAGE[damage]
+    harm(broken / file)
     before = tree(run)
     _, passed_over = find_newest(run.as_uri(), check, with_state=True)
     assert [*passed_over] == [broken.name] and reason in passed_over[broken.name]

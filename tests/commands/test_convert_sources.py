@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 import raypipe
-from raypipe.commands import cli
-from raypipe.commands import samples as samples_module
+from raypipe.commands import cli, copied_samples
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
@@ -109,7 +108,7 @@ def test_a_dataset_is_copied_in_its_order(
     import ray.data
 
     # several tasks write it, unless the number of shards is given
-    monkeypatch.setattr(samples_module, "DATASET_SHARD_BYTES", 60 * len(IMAGES[0]))
+    monkeypatch.setattr(copied_samples, "DATASET_SHARD_BYTES", 60 * len(IMAGES[0]))
     samples = labelled()
     rows = ray.data.from_items(samples, override_num_blocks=7)
     dst = tmp_path / f"a.{suffix}"

@@ -16,8 +16,7 @@ import pytest
 import ray
 from pictures import picture
 
-from raypipe.commands import samples as samples_module
-from raypipe.commands import tasks
+from raypipe.commands import copied_samples, tasks
 from raypipe.commands.convert import convert
 from raypipe.commands.copied_samples import Block, block_shards
 from raypipe.commands.copies import num_shards
@@ -99,7 +98,7 @@ def test_a_thousand_samples_for_each_cpu_are_a_shard() -> None:
 def test_more_than_a_shard_holds_is_written_as_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples_module, "SHARD_BYTES", 80 * len(picture(0, 8, 8)))
+    monkeypatch.setattr(copied_samples, "SHARD_BYTES", 80 * len(picture(0, 8, 8)))
     dst = tmp_path / "a.lmdb"
     num_written = []
 

@@ -381,9 +381,12 @@ def test_a_conversion_that_is_ended_leaves_no_store(
 ) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
     image = cv2.imencode(".jpg", noise)[1].tobytes()
-    (tmp_path / "source" / "a").mkdir(parents=True)
-    for number in range(300):
-        (tmp_path / "source" / "a" / f"{number}.jpg").write_bytes(image)
+    folder = tmp_path / "source" / "a"
+    folder.mkdir(parents=True)
+    (folder / "0.jpg").write_bytes(image)
+    # enough of them for a look at what is written, however late
+    for number in range(1, 4000):
+        os.link(folder / "0.jpg", folder / f"{number}.jpg")
     words = ["convert", str(tmp_path / "source"), str(tmp_path / "copy.parquet")]
     program = [sys.executable, "-m", "raypipe.commands.cli", *words]
     # Tasks of a cluster that lives on do not end with the command; a killed one has its own.

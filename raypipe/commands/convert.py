@@ -173,13 +173,10 @@ def convert(
     with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
         samples = _samples_of(opened, src)
         types = column_types(samples.first, samples.name, short_side)
-        settings = replace(
-            settings.of_columns(types),
-            source=samples.name,
-            dst=folder,
-            classes=named or samples.classes,
-        )
-        if named is not None:
+        settings = replace(settings.of_columns(types), source=samples.name, dst=folder)
+        if named is None:
+            settings = replace(settings, classes=samples.classes)
+        else:
             are_classes = types.get("label") == "int64"
             numbers = class_numbers(samples.name, are_classes, samples.classes, named)
             settings = replace(settings, numbers=numbers)

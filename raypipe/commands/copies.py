@@ -178,18 +178,18 @@ def _append(
     written = []
     skipped = []
     for index, row in chunk:
-        reason = f"sample {index}: {row.error}"
         if not row.error:
             writer.append_record(row.record)
             written.append(row)
-        elif not row.is_bad:
+            continue
+        reason = f"sample {index}: {row.error}"
+        if not row.is_bad:
             raise StoreError(f"{settings.source}: {reason}")
-        elif settings.on_bad_sample == "skip":
-            skipped.append((index, reason))
-        else:
+        if settings.on_bad_sample != "skip":
             raise SampleError(
                 f"{settings.source}: {reason}. Exclude such samples with --on-bad-sample skip"
             )
+        skipped.append((index, reason))
     return Report(
         len(chunk),
         sum(not row.has_size for row in written),

@@ -153,7 +153,7 @@ class AuditedRecord:
         twice = [
             place
             for place, *both in record.unequal
-            if place not in foreign and not self._may_differ(both)
+            if place in record.recorded and not self._may_differ(both)
         ]
         text = (
             "were made again after a restart, differently, by equal settings and code"

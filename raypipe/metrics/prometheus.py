@@ -14,7 +14,6 @@ trainer itself may wait for long.
 from __future__ import annotations
 
 import functools
-import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -49,53 +48,190 @@ class Metric(NamedTuple):
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-# NAME{LABELS} MEANING, of names behind raypipe_, and labels beside `run`.
-_TABLE = """
-trainer_images_total{rank split} Images that a rank was given, without padding.
-trainer_wait_seconds_total{rank split} Waiting for data, without the first batch.
-trainer_transfer_seconds_total{rank split} Copies to the device, beside other work.
-trainer_decode_seconds_total{rank split} Decoding on the device, while other work runs.
-trainer_augment_seconds_total{rank split} Device augmentation.
-trainer_compute_seconds_total{rank split} Forward, backward and optimizer.
-trainer_checkpoint_seconds_total{rank split} Waiting for checkpoints.
-trainer_micro_batches_total{rank split} Micro-batches that a rank asked for.
-trainer_drained_total{rank split} Those before which the GPU had finished its work.
-trainer_gpu_utilization{rank} Share of the time for which the GPU executes kernels.
-trainer_steps_total{rank} Training steps that a rank has done since its start.
-trainer_first_batch_seconds{rank} From the start of a loader to its first batch.
-trainer_last_batch_timestamp_seconds{rank} When a rank got its last micro-batch, or began to wait.
-trainer_last_checkpoint_timestamp_seconds{} When the last checkpoint was written, or the run began.
-trainer_restarts_total{reason} How often all trainers were started again.
-trainer_room_wait_seconds{} How long trainers have found no free resources.
-run_info{version plan workers} 1; what the run is, by its labels.
-trainer_step{} Training steps done, through all epochs.
-trainer_epoch{} The epoch that the run is in, from 0.
-trainer_augment_strength{} Strength of the augmentation, in [0, 1].
-trainer_loss{} Mean loss over all ranks, between lines of progress.
-trainer_learning_rate{} Learning rate.
-validation_loss{} Loss of the last validation.
-validation_accuracy{} Accuracy of the last validation, in [0, 1].
-stream_blocks_total{} Blocks that the pool has finished.
-stream_in_flight{} Blocks in work, or finished and not yet taken.
-stream_waiting{} Finished blocks that no rank has taken yet.
-stream_actors{state} Transform actors: running, restarting, pending.
-stream_faults_total{kind} Faults that were recovered from.
-actor_micro_batches_total{split} Micro-batches that actors have made, repeats included.
-actor_remembered_total{split} Micro-batches that actors did not have to make again.
-actor_read_seconds_total{split} Reading the store, in actors or in readers.
-actor_work_seconds_total{split} Actors' time for reading, decoding, transforming.
-storage_requests_total{role operation} What was asked of object storage, repeats not counted.
-storage_seconds_total{role operation} Time for it, the waiting in outages included.
-storage_bytes_total{role operation} Bytes read and written, without whole files uploaded.
-storage_retries_total{role operation} Repeats after failures that pass, beside pyarrow's own.
-storage_errors_total{role operation} Requests that have failed in the end.
-bad_samples_total{split} Samples that could not be decoded or transformed.
-substituted_samples_total{split} Bad samples that were replaced by others.
-"""
-METRICS = {
-    f"raypipe_{name}": Metric(f"raypipe_{name}", ("run", *labels.split()), meaning)
-    for name, labels, meaning in re.findall(r"(\w+)\{(.*)\} (.*)", _TABLE)
-}
+_RUN = ("run",)
+_SPLIT = ("run", "split")
+_RANK = ("run", "rank")
+_RANK_SPLIT = (*_RANK, "split")
+_STORAGE = (*_RUN, "role", "operation")
+_ALL = (
+    Metric(
+        "raypipe_trainer_images_total",
+        _RANK_SPLIT,
+        "Images that a rank was given, without padding.",
+    ),
+    Metric(
+        "raypipe_trainer_wait_seconds_total",
+        _RANK_SPLIT,
+        "Waiting for data, without the first batch.",
+    ),
+    Metric(
+        "raypipe_trainer_transfer_seconds_total",
+        _RANK_SPLIT,
+        "Copies to the device, beside other work.",
+    ),
+    Metric(
+        "raypipe_trainer_decode_seconds_total",
+        _RANK_SPLIT,
+        "Decoding on the device, while other work runs.",
+    ),
+    Metric(
+        "raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."
+    ),
+    Metric(
+        "raypipe_trainer_compute_seconds_total",
+        _RANK_SPLIT,
+        "Forward, backward and optimizer.",
+    ),
+    Metric(
+        "raypipe_trainer_checkpoint_seconds_total",
+        _RANK_SPLIT,
+        "Waiting for checkpoints.",
+    ),
+    Metric(
+        "raypipe_trainer_micro_batches_total",
+        _RANK_SPLIT,
+        "Micro-batches that a rank asked for.",
+    ),
+    Metric(
+        "raypipe_trainer_drained_total",
+        _RANK_SPLIT,
+        "Those before which the GPU had finished its work.",
+    ),
+    Metric(
+        "raypipe_trainer_gpu_utilization",
+        _RANK,
+        "Share of the time for which the GPU executes kernels.",
+    ),
+    Metric(
+        "raypipe_trainer_steps_total",
+        _RANK,
+        "Training steps that a rank has done since its start.",
+    ),
+    Metric(
+        "raypipe_trainer_first_batch_seconds",
+        _RANK,
+        "From the start of a loader to its first batch.",
+    ),
+    Metric(
+        "raypipe_trainer_last_batch_timestamp_seconds",
+        _RANK,
+        "When a rank got its last micro-batch, or began to wait.",
+    ),
+    Metric(
+        "raypipe_trainer_last_checkpoint_timestamp_seconds",
+        _RUN,
+        "When the last checkpoint was written, or the run began.",
+    ),
+    Metric(
+        "raypipe_trainer_restarts_total",
+        (*_RUN, "reason"),
+        "How often all trainers were started again.",
+    ),
+    Metric(
+        "raypipe_trainer_room_wait_seconds",
+        _RUN,
+        "How long trainers have found no free resources.",
+    ),
+    Metric(
+        "raypipe_run_info",
+        (*_RUN, "version", "plan", "workers"),
+        "1; what the run is, by its labels.",
+    ),
+    Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
+    Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
+    Metric(
+        "raypipe_trainer_augment_strength",
+        _RUN,
+        "Strength of the augmentation, in [0, 1].",
+    ),
+    Metric(
+        "raypipe_trainer_loss",
+        _RUN,
+        "Mean loss over all ranks, between lines of progress.",
+    ),
+    Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
+    Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
+    Metric(
+        "raypipe_validation_accuracy",
+        _RUN,
+        "Accuracy of the last validation, in [0, 1].",
+    ),
+    Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
+    Metric(
+        "raypipe_stream_in_flight",
+        _RUN,
+        "Blocks in work, or finished and not yet taken.",
+    ),
+    Metric(
+        "raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."
+    ),
+    Metric(
+        "raypipe_stream_actors",
+        (*_RUN, "state"),
+        "Transform actors: running, restarting, pending.",
+    ),
+    Metric(
+        "raypipe_stream_faults_total",
+        (*_RUN, "kind"),
+        "Faults that were recovered from.",
+    ),
+    Metric(
+        "raypipe_actor_micro_batches_total",
+        _SPLIT,
+        "Micro-batches that actors have made, repeats included.",
+    ),
+    Metric(
+        "raypipe_actor_remembered_total",
+        _SPLIT,
+        "Micro-batches that actors did not have to make again.",
+    ),
+    Metric(
+        "raypipe_actor_read_seconds_total",
+        _SPLIT,
+        "Reading the store, in actors or in readers.",
+    ),
+    Metric(
+        "raypipe_actor_work_seconds_total",
+        _SPLIT,
+        "Actors' time for reading, decoding, transforming.",
+    ),
+    Metric(
+        "raypipe_storage_requests_total",
+        _STORAGE,
+        "What was asked of object storage, repeats not counted.",
+    ),
+    Metric(
+        "raypipe_storage_seconds_total",
+        _STORAGE,
+        "Time for it, the waiting in outages included.",
+    ),
+    Metric(
+        "raypipe_storage_bytes_total",
+        _STORAGE,
+        "Bytes read and written, without whole files uploaded.",
+    ),
+    Metric(
+        "raypipe_storage_retries_total",
+        _STORAGE,
+        "Repeats after failures that pass, beside pyarrow's own.",
+    ),
+    Metric(
+        "raypipe_storage_errors_total",
+        _STORAGE,
+        "Requests that have failed in the end.",
+    ),
+    Metric(
+        "raypipe_bad_samples_total",
+        _SPLIT,
+        "Samples that could not be decoded or transformed.",
+    ),
+    Metric(
+        "raypipe_substituted_samples_total",
+        _SPLIT,
+        "Bad samples that were replaced by others.",
+    ),
+)
+METRICS = {metric.name: metric for metric in _ALL}
 """By name. A label has few values: runs, ranks, splits, and what this module names."""
 
 _GAUGES = {

@@ -477,11 +477,11 @@ def gathered(
     if "image" in parts:
         every = list(itertools.chain.from_iterable(parts.pop("image")))
         images = [every[row] for row in order.tolist()]
-    gathered = {
+    arrays = {
         name: _joined(schema.field(name).type, values, order)
         for name, values in parts.items()
     }
-    return Columns(images, pa.table(gathered))
+    return Columns(images, pa.table(arrays))
 
 
 def _joined(kind: pa.DataType, parts: list[Any], order: np.ndarray) -> pa.ChunkedArray:

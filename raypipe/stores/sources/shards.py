@@ -290,18 +290,44 @@ def _shaped(
     return values.reshape(shape)
 
 
-def _types(table: str) -> dict[int, str]:
-    """Return the dtypes of numbers, from `8:u1 9:i1`."""
-    pairs = (entry.split(":") for entry in table.split())
-    return {int(number): dtype for number, dtype in pairs}
-
-
 # The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
-_MDS_TYPES = _types("8:u1 9:i1 16:u2 17:i2 18:f2 32:u4 33:i4 34:f4 64:u8 65:i8 66:f8")
-_NUMPY_TYPES = _types("0:i1 1:i2 2:i4 3:i8 4:u1 5:u2 6:u4 7:u8 8:f2 9:f4 10:f8 13:?")
-_TORCH_TYPES = _types(
-    "0:f4 1:f4 2:f8 3:f8 8:f2 9:f2 11:u1 12:i1 13:i2 14:i2 15:i4 16:i4 17:i8 18:i8 19:? 20:u2"
-)
+_MDS_TYPES = {
+    8: "u1",
+    9: "i1",
+    16: "u2",
+    17: "i2",
+    18: "f2",
+    32: "u4",
+    33: "i4",
+    34: "f4",
+    64: "u8",
+    65: "i8",
+    66: "f8",
+}
+_NUMPY_TYPES = {
+    **dict(
+        enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
+    ),
+    13: "?",
+}
+_TORCH_TYPES = {
+    0: "f4",
+    1: "f4",
+    2: "f8",
+    3: "f8",
+    8: "f2",
+    9: "f2",
+    11: "u1",
+    12: "i1",
+    13: "i2",
+    14: "i2",
+    15: "i4",
+    16: "i4",
+    17: "i8",
+    18: "i8",
+    19: "?",
+    20: "u2",
+}
 _NUMBERS = {
     name: np.dtype(name).newbyteorder("<")
     for name in (

@@ -281,6 +281,15 @@ def _samples(
     return samples
 
 
+def _untold(name: str, where: str) -> ConfigError:
+    """Return the error of a column whose type no value tells."""
+    return ConfigError(
+        f"{where} has no value in the first samples, which would tell its type: write [] for no numbers and "
+        f"declare store.columns={{{name}: {{dtype: float32}}}}; or write it as numbers, lists or text to Parquet, "
+        "whose schema has the type; or leave it out"
+    )
+
+
 def type_by_values(
     name: str,
     values: Sequence[Any],
@@ -297,13 +306,8 @@ def type_by_values(
     Raises:
         ConfigError: there are values of several kinds, or no numbers where they are declared; or none tells it.
     """
-    unknown = ConfigError(
-        f"{where} has no value in the first samples, which would tell its type: write [] for no numbers and "
-        f"declare store.columns={{{name}: {{dtype: float32}}}}; or write it as numbers, lists or text to Parquet, "
-        "whose schema has the type; or leave it out"
-    )
     if not values:
-        raise unknown
+        raise _untold(name, where)
     if options is None:
         kinds = {_kind_of(value) for value in values}
         if len(kinds) > 1:
@@ -323,7 +327,7 @@ def type_by_values(
     declared = options.dtype if options else ""
     has_arrays = any(isinstance(value, np.ndarray) for value in values)
     if not (filled or declared or has_arrays):
-        raise unknown
+        raise _untold(name, where)
     dtype = np.result_type(*(filled or arrays))
     if declared:
         # damaged values of some columns may be floats

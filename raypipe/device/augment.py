@@ -355,7 +355,7 @@ class DeviceAugment:
             return Augmented(self.normalize(image), augmented.targets)
         if not image.is_floating_point():
             image = scaled(image)
-        # Kornia draws by torch alone
+        # Kornia draws from torch's generator only
         of_user = all_seeded(seed) if self.config.module else contextlib.nullcontext()
         with of_user, _seeded(seed, self.device):
             augmented = self.modules(

@@ -66,7 +66,7 @@ def kept_boxes(
 
 
 def _kept(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
-    """Rows (B, N, n) with their labels last, and what stands for none in the place of others."""
+    """Rows (B, N, n) with their labels last, and empty rows in the place of others."""
     none = torch.zeros_like(rows)
     none[..., -1] = NO_BOX
     return torch.where(is_kept[..., None], rows, none)

@@ -189,7 +189,7 @@ class ModuleSteps:
         ConfigError: a step would leave a target behind, or cannot be used, see `module_checks`.
 
     Attributes:
-        steps: what is called, one after the other.
+        steps: the operations, then the steps of the module, in the order of their calls.
         mixes: whether one of them mixes the targets.
         normalizes: whether they end with a `Normalize`.
     """

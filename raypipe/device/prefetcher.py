@@ -256,7 +256,7 @@ def on_device(
         copied: Any = None,
     ) -> Batch:
         with pinned(through.device):
-            if tensors is None:  # there is no ring
+            if tensors is None:  # without a ring
                 tensors = [view(array).to(through.device) for array in _arrays(host)]
             fields = _fields(host, tensors)
             if host.ready is not None:

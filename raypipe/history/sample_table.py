@@ -78,7 +78,7 @@ def sample_rows(
 def _add_stored(
     rows: Rows, draws: MicroBatchDraws, stream: RecordedStream, remade: Remade | None
 ) -> None:
-    """Add names, labels and what the CPU transform draws, but for samples that cannot be read."""
+    """Add names, labels and the draws of the CPU transform, but for samples that cannot be read."""
     spec = stream.spec
     store = spec.stores[draws.place.split]
     there = [row for row in rows if row["index"] != PADDING]

@@ -367,7 +367,7 @@ class Plan:
                 yield segment
 
     def _passes(self, first_epoch: int) -> Iterator[Segment]:
-        """The segments of the schedule from an epoch on; of a training maybe without steps."""
+        """The segments of the schedule from an epoch on; a training may have no steps left."""
         if self.schedule is not None:
             yield from (one for one in self.schedule if one.epoch >= first_epoch)
             return

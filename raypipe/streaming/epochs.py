@@ -97,7 +97,7 @@ class Batches(Iterator[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self.segment and self.segment.split == "val":
-            # of its own, since each loop gets all of it
+            # each loop has its own, and gets all of it
             return Batches(self.segment, self._source)._remaining()
         if self.segment and self._num_taken == self._len and self._was_whole:
             _logger.warning(

@@ -1,4 +1,4 @@
-"""Where a loop stands in its run: behind the batches that it has taken. Pure."""
+"""The place of a loop in its run, behind the batches that it has taken. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Progress:
         self.last: MicroBatchId | None = None
         self.ended_split = False
         self.in_step: MicroBatchId | None = None
-        # where the loop goes on, since it has left batches of the epoch
+        # the next place of a loop that has left batches of the epoch
         self._behind: Cursor | None = None
 
     @property

@@ -79,7 +79,7 @@ class SharedEpochs:
 
     Attributes:
         loader: the loader of the stream.
-        epoch: the epoch under way; None = none is: the loader stands where it was told to continue.
+        epoch: the epoch under way; None = none is, since the loader was told where to continue.
     """
 
     def __init__(self, loader: Loader) -> None:

@@ -141,7 +141,7 @@ class TransformWorker:
                 block[0].split, work_s, num_bytes // len(block)
             )
         if not self._num_blocks:
-            # Items of a Dataset come and go by the thousand. Else a full collection, one in some 100,000 of them,
+            # Items of a Dataset come and go by the thousand. Else a full collection, once in about 100,000 items,
             # would take 0.15 s to look through the objects of all libraries.
             gc.freeze()
         self._num_blocks += 1

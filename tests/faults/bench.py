@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,10 +72,11 @@ CHECKPOINT_EVERY = 5
 BLOCKS = dict.fromkeys(
     ("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3
 )
+SCENARIO_S = 600  # a scenario that takes longer hangs: it ends the bench with what each thread does
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
 # Ray Train looks for notices every 5 s
 NOTICE_S = {
-    "drained node": 3.0,
+    "drained node": 2.0,  # a short stream still runs when the node goes
     "drained trainer": 12.0,
 }
 EARLY = ("frozen", "drained")
@@ -438,7 +441,7 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random) -> Damage:
         hosting = "RayTrainWorker" if kind == "drained trainer" else "MapWorker"
         return Damage(
             lambda: nodes.drain(choose, NOTICE_S[kind], hosting),
-            nodes.take_drained,
+            nodes.mend,
             mend_after_s=NOTICE_S[kind],
         )
     if kind == "frozen node":
@@ -487,6 +490,7 @@ def run(
             for large in {kind if kind in LARGE else "" for kind in kinds}
         }
         for kind in kinds:
+            faulthandler.dump_traceback_later(SCENARIO_S, exit=True)
             store = "parquet" if "reader" in kind else choose.choice(names)
             spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
@@ -524,6 +528,7 @@ def run(
             outcomes.append(outcome)
             show(outcome)
             nodes.mend()
+        faulthandler.cancel_dump_traceback_later()
     return outcomes
 
 
@@ -541,7 +546,7 @@ def gaps(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
-def main() -> None:
+def main() -> bool:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -616,8 +621,14 @@ def main() -> None:
         ),
         flush=True,
     )
-    os._exit(0 if ok else 1)  # Ray's own threads may wait for nodes that are gone
+    return ok
 
 
 if __name__ == "__main__":
-    main()
+    ok = False
+    try:
+        ok = main()
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0 if ok else 1)  # Ray's own threads may wait for nodes that are gone

@@ -96,19 +96,13 @@ class Nodes:
         )
         assert accepted, reason
 
-    def take_drained(self) -> None:
-        """The nodes that had notice are gone, and others come."""
-        while self._draining:
-            node = self._draining.pop()
-            self.nodes.remove(node)
+    def mend(self) -> None:
+        """Frozen nodes and those that had notice are gone, and others come."""
+        self.nodes = [node for node in self.nodes if node not in self._draining]
+        for node in self._frozen + self._draining:
             _signal(node, signal.SIGKILL)
             self.cluster.remove_node(node, allow_graceful=False)
-        self.mend()
-
-    def mend(self) -> None:
-        while self._frozen:
-            _signal(self._frozen[-1], signal.SIGKILL)
-            self.cluster.remove_node(self._frozen.pop(), allow_graceful=False)
+        self._frozen, self._draining = [], []
         while len(self.nodes) < self._num_nodes:
             self.nodes.append(self._add())
 

@@ -29,7 +29,7 @@ def test_whatever_dies_or_hangs_the_consumer_sees_the_same_stream(
         num = 36
         options = []
     options += ["--scenarios", str(num)]
-    # A process of its own: a process can be connected to one cluster only.
+    # A process of its own: a process can be connected to one cluster only. A scenario that hangs ends it.
     done = subprocess.run(
         [sys.executable, str(BENCH), *options],
         capture_output=True,

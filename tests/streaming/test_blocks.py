@@ -66,7 +66,9 @@ def test_a_block_is_as_large_as_its_limits_let_it(
 
 
 def test_blocks_of_few_cpus_are_smaller_and_all_fit_the_object_store() -> None:
-    assert most_bytes(2, room=1e12) == 128 << 20 and most_bytes(1, room=1e12) == 64 << 20
+    assert (
+        most_bytes(2, room=1e12) == 128 << 20 and most_bytes(1, room=1e12) == 64 << 20
+    )
     assert (
         most_bytes(8, room=1e12) == most_bytes(100, room=1e12) == MAX_BYTES == 256 << 20
     )

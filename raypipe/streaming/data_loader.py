@@ -32,7 +32,7 @@ from raypipe.section import check
 from raypipe.streaming.items import Collate, DatasetItems
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
-from raypipe.streaming.recognized import recognized
+from raypipe.streaming.recognized import Recognized, recognized
 from raypipe.streaming.shares import share_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.process_state import process_kept, seed_process
@@ -203,23 +203,13 @@ class DataLoader:
             cursor=self._start,
             prefetch_factor=self.prefetch_factor,
         )
-        return _Epochs(SharedEpochs(self._stream), "train", self._nest)
+        nest = functools.partial(_nest, self._recognized)
+        return _Epochs(SharedEpochs(self._stream), "train", nest)
 
     def _cursor(self) -> Cursor:
         if "_epochs" in self.__dict__:
             return Cursor.from_dict(self._epochs.state_dict())
         return self._start or self.spec.plan.cursor(0, 0)
-
-    def _nest(self, batch: Batch) -> Any:
-        """Return what collate_fn made, in new memory, since a loop may keep it."""
-        if self._recognized is None:
-            return batch.collated
-        rows = np.flatnonzero(batch.index >= 0)
-        if len(rows) < len(batch.index):
-            batch = batch.with_rows(rows)
-        # pixels have their channels last in memory
-        image = batch.image.clone(memory_format=torch.contiguous_format)
-        return [self._recognized.finished(image), batch.target.clone()]
 
     # The place
 
@@ -292,6 +282,22 @@ class _Epochs(PlainLoader):
         """Go to the start of an epoch, if it comes later."""
         if epoch > upcoming:
             self._shared.go_to(epoch, 0)
+
+
+def _nest(found: Recognized | None, batch: Batch) -> Any:
+    """Return what collate_fn made, in new memory, since a loop may keep it.
+
+    Args:
+        found: the dataset as a store and a transform; None = it is not recognized.
+    """
+    if found is None:
+        return batch.collated
+    rows = np.flatnonzero(batch.index >= 0)
+    if len(rows) < len(batch.index):
+        batch = batch.with_rows(rows)
+    # pixels have their channels last in memory
+    image = batch.image.clone(memory_format=torch.contiguous_format)
+    return [found.finished(image), batch.target.clone()]
 
 
 def _checked(name: str, value: object, kind: Any) -> Any:

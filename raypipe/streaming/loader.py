@@ -180,7 +180,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self.plan, rank, world_size, open_at, to_device, self.metrics, pool
         )
         # at exit all streams are closed before, with Ray still there
-        weakref.finalize(self, self._stream.close).atexit = False
+        weakref.finalize(self, self._stream.drop).atexit = False
         self.notice = Notice()
         self.stopping = False
         # The loop over the epochs that runs; None = none.

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from itertools import islice, takewhile
 from typing import Any
 
+from raypipe.background import in_background
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import MicroBatchId
@@ -85,7 +86,8 @@ class RankStream:
         # The place that comes next; None = all were taken.
         self._next: MicroBatchId | None = None
         self.why: str | None = None
-        self._reader = 0  # thread that asked for the last batch
+        # thread that asked for the last batch; at first the one that may ask
+        self._reader = threading.get_ident()
         self._ends = ExitStack()
         self._one_by_one = threading.RLock()
         all_streams.add(self)
@@ -157,6 +159,13 @@ class RankStream:
         with self._one_by_one:
             self.end(why)
             self._metrics.tell("closed")
+
+    def drop(self) -> None:
+        """Close the stream, since nobody holds it: Python may find that out in a thread that its end waits for."""
+        if threading.get_ident() == self._reader:
+            self.close()
+        else:
+            in_background("raypipe-end", self.close)
 
     def _close(self, batches: Any, source: Any = None) -> None:
         """Close batches, and their source before if another thread is in them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -327,3 +329,15 @@ def test_batches_stay_as_they_are_when_a_loop_keeps_them() -> None:
     list(loader)
     for (indices, _), copy in zip(kept, copies, strict=True):
         assert torch.equal(indices, copy)
+
+
+def test_a_loader_without_a_name_is_gone_at_once() -> None:
+    gc.disable()
+    try:
+        loader = loader_of()
+        next(iter(loader))
+        held = weakref.ref(loader)
+        del loader
+        assert held() is None
+    finally:
+        gc.enable()

@@ -12,7 +12,7 @@ from tiers import is_soak
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = SUPPORT / "left_streams.py"
-NUM_WAYS = 4
+NUM_WAYS = 2 * 6  # each without a head start, and with one
 
 
 @pytest.mark.cluster
@@ -20,7 +20,7 @@ NUM_WAYS = 4
 def test_streams_leave_nothing_of_theirs_however_they_are_left(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    num = 13 * NUM_WAYS if is_soak(request.config) else NUM_WAYS
+    num = 5 * NUM_WAYS if is_soak(request.config) else NUM_WAYS
     command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)

@@ -14,15 +14,18 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import psutil
 import ray
 from ray._private.internal_api import memory_summary
 from ray._private.state import actors as actors_of_ray
 
 import raypipe
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
+from raypipe.rayext.execution import StreamAutoscaler
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
@@ -72,7 +75,44 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
     exec(compile(_LOOP, "cell", "exec"), kept)
 
 
-WAYS = (closed, dropped, failed, cell)
+class Numbers:
+    """A Dataset of images that are their number."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full((8, 8, 3), index % 256, np.uint8)
+
+
+def prepare(number: int) -> None:
+    """Prepare nothing in an actor; a stream that does has no head start."""
+
+
+def of_a_dataset(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """The loop over a DataLoader that has no name ends by `break`."""
+    init = None if spec.pool.head_start else prepare
+    for batch in raypipe.DataLoader(Numbers(), 10, num_workers=2, worker_init_fn=init):
+        kept["batch"] = batch
+        break
+
+
+def collected(spec: StreamSpec, kept: dict[str, Any]) -> None:
+    """Python collects the loader in the thread of its execution, as it may where it stands in a cycle."""
+    held = [raypipe.loader(spec)]
+    kept["place"] = next(next(held[0].epochs()).train).position
+    turn = StreamAutoscaler.try_trigger_scaling
+
+    def turn_and_drop(autoscaler: StreamAutoscaler) -> None:
+        turn(autoscaler)
+        held.clear()
+
+    with patch.object(StreamAutoscaler, "try_trigger_scaling", turn_and_drop):
+        while held:
+            time.sleep(0.1)
+
+
+WAYS = (closed, dropped, failed, cell, of_a_dataset, collected)
 
 
 def found() -> dict[str, Any]:
@@ -136,19 +176,25 @@ if __name__ == "__main__":
     store, num = sys.argv[1:]
     gc.disable()  # what is left must end by itself
     connect(num_cpus=2, object_store_bytes=150 << 20)
-    spec = open_stream(
-        store,
-        plan=PlanConfig(epochs=10, micro_batch_size=10),
-        transform=TransformConfig(train="small", size=8),
-    )
+    # With a head start a stream is left before its pool has begun; without one, after that.
+    specs = [
+        open_stream(
+            store,
+            plan=PlanConfig(epochs=1000, micro_batch_size=10),
+            transform=TransformConfig(train="small", size=8),
+            pool=PoolConfig(head_start=head_start),
+        )
+        for head_start in (0, -1)
+    ]
     kept: dict[str, Any] = {}
-    closed(spec, kept)  # what the first one starts for good is not one of its own
+    closed(specs[0], kept)  # what the first one starts for good is not one of its own
     kept.clear()
     before = settled(None)
     for number in range(int(num)):
         begun = time.monotonic()
-        way = WAYS[number % len(WAYS)]
-        way(spec, kept)
+        turn, which = divmod(number, len(WAYS))
+        way = WAYS[which]
+        way(specs[turn % 2], kept)
         # A cell's stream, and one of which the error is held, have ended although their names are bound.
         stays = more(before, settled(before))
         line = {"number": number, "way": way.__name__, "more": stays}

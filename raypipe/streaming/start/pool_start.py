@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,9 +166,6 @@ class PooledStream(Iterator[MicroBatch]):
         if self.head:
             self.head.stop()
         thread = self._thread
-        if thread is threading.current_thread():
-            # the loader was collected here: the start ends what it has started
-            return
         deadline = time.monotonic() + _LEAVE_S
         while thread and thread.is_alive():
             self._stop_execution()
@@ -196,6 +194,8 @@ class PooledStream(Iterator[MicroBatch]):
         self._from_pool = iter(())
         self._batches = iter(())
         self._first = []
+        # It is a reference cycle, and holds the blocks that no rank has taken.
+        gc.collect()
 
     def _stop_execution(self) -> None:
         if self.supervisor is not None:

@@ -57,6 +57,7 @@ FORMATS: dict[str, str | bytes | pa.Table] = {
     "pandas.csv": ",path,label\n0,img/0.jpg,dog\n1,img/1.jpg,cat\n2,img/0.jpg,dog\n",
     "a.tsv": LINES.replace(",", "\t"),
     "A.JSONL": "\n".join(map(json.dumps, ROWS)),
+    "blank.jsonl": "\r\n" + "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
     "bom.jsonl": b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode() + b"\n\n",
     "a.parquet": pa.Table.from_pylist(ROWS),
     "dictionary.parquet": pa.table(
@@ -85,6 +86,14 @@ def test_several_files_are_one_table(root: Path) -> None:
     assert isinstance(store, TableStore) and read(store, "label") == [1, 0, 1] * 2
     write(root / "part-1.csv", "path,label\nimg/0.jpg,bee\n")
     assert open_store(root / "part-{0..1}.csv").classes == ("bee", "cat", "dog")
+
+
+def test_files_of_a_table_may_have_few_and_many_texts(root: Path) -> None:
+    many = [f"img/0.jpg,dog,{number}th" for number in range(99)]
+    for name, rows in (("part-0.csv", many[:1] * 9), ("part-1.csv", many)):
+        write(root / name, "\n".join(["path,label,note", *rows]))
+    notes = read(open_store(root / "part-*.csv"), "note")
+    assert notes == ["0th"] * 9 + [f"{number}th" for number in range(99)]
 
 
 def test_other_columns_stay_columns(root: Path) -> None:
@@ -127,12 +136,14 @@ def test_labels_may_be_lists_and_booleans(root: Path) -> None:
 def test_a_file_of_classes_gives_their_order(root: Path) -> None:
     path = write(root / "a.csv", LINES)
     before = open_store(path).fingerprint
-    (root / "classes.txt").write_text("dog\nemu\ncat\n4\n")
+    (root / "classes.txt").write_bytes(b"\xef\xbb\xbfdog\r\nemu \ncat\n4\n\n")
     store = open_store(path)
     assert store.classes == ("dog", "emu", "cat", "4") and store.fingerprint != before
     assert read(store, "label") == [0, 2, 0]
     write(path, "path,label\nimg/0.jpg,dog\nimg/1.jpg,4\n")
     assert read(open_store(path), "label") == [0, 3]
+    (root / "classes.txt").write_text("dog\n4\ndog\n")
+    store_refused("classes.txt next to the table has 'dog' 2 times", path)
 
 
 PATTERNS = {
@@ -170,6 +181,18 @@ def test_a_pattern_finds_labels_in_the_names_of_a_folder(
     store_refused(
         "Invalid regular expression", root / "img", target_column=r"(?P<label>("
     )
+
+
+def test_a_pattern_takes_all_images_of_a_folder_or_says_which_not(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern = r"(?P<label>\d)\."
+    store_refused("no images outside of folders", root, target_column=pattern)
+    for name in ("_2.jpg", "3.jpg", ".4.jpg"):
+        (root / name).write_bytes(b"x")
+    store = open_store(root, target_column=pattern)
+    assert read(store, "label", "name") == [[3, 2], ["3.jpg", "_2.jpg"]]
+    assert "2 samples; left out: 2 in folders" in caplog.text
 
 
 def test_ids_keep_their_zeros(root: Path) -> None:
@@ -236,6 +259,19 @@ WRONG: dict[str, tuple[str, str | bytes, dict[str, str], str]] = {
         {},
         r"the label '1' is not among the names .* classes\.txt next to the table",
     ),
+    "negative numbers and names": (
+        "a.csv",
+        "path,label\na,-1\nb,cat\n",
+        {},
+        r"the label '-1' is not among the names of classes, such as 'cat'",
+    ),
+    "not a number": (
+        "a.csv",
+        "path,label\na,1\nb,nan\n",
+        {},
+        r"the label '1' is not among the names of classes, such as 'nan'",
+    ),
+    "blank label": ("a.csv", "path,label\na,cat\nb, \n", {}, "b has no label"),
     "numbers and names in JSON": (
         "a.jsonl",
         '{"path": "a", "label": 1}\n{"path": "b", "label": "cat"}',
@@ -283,13 +319,16 @@ def test_credentials_in_a_table_are_refused_and_not_shown(root: Path) -> None:
     assert "PASS" not in str(told.value)
 
 
-def test_fields_that_later_rows_add_cost_nothing(root: Path) -> None:
+def test_fields_that_later_rows_add_cost_nothing(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of n rows with n names, pyarrow would make n² values; of deep ones it would overflow the stack."""
     rows = ['{"path": "img/0.jpg"}']
     rows += [f'{{"path": "img/1.jpg", "k{number}": 1}}' for number in range(20_000)]
     rows.append('{"path": "img/0.jpg", "deep": ' + "[" * 10**5 + "]" * 10**5 + "}")
     store = open_store(write(root / "a.jsonl", "\n".join(rows)))
     assert store.schema.names == ["image", "path", "name"] and len(store) == 20_002
+    assert "left out, as the first row lacks them: k0, k1, k10, " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def convert_store(
         exif=run.transform.apply_exif and (sizes or bool(short_side)),
         seekable=seekable,
         overwrite=overwrite,
-        classes=classes.split(",") if classes else None,
+        classes=list(map(str.strip, classes.split(","))) if classes else None,
     )
 
 
@@ -157,6 +157,8 @@ def convert(
     from raypipe.stores.plain_columns import column_types
 
     dst = str(dst)
+    if isinstance(classes, str):
+        raise ConfigError(f"classes={classes!r:.200}: give a list of names")
     named = None if classes is None else tuple(classes)
     settings = CopySettings(
         sizes=sizes,
@@ -171,7 +173,7 @@ def convert(
     _check_arguments(dst, shards, settings)
     opened = _opened(src, image_column, target_column, trust_pickles)
     with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
-        samples = _samples_of(opened, src)
+        samples = _samples_of(opened, src, has_label=bool(target_column))
         types = column_types(samples.first, samples.name, short_side)
         settings = replace(settings.of_columns(types), source=samples.name, dst=folder)
         if named is None:
@@ -224,7 +226,7 @@ def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Rep
         yield report
 
 
-def _samples_of(opened: Any, src: Any) -> Samples:
+def _samples_of(opened: Any, src: Any, has_label: bool) -> Samples:
     """Return what is copied; raise StoreError if it has no samples."""
     from raypipe.commands.copied_samples import (
         dataset_samples,
@@ -233,7 +235,7 @@ def _samples_of(opened: Any, src: Any) -> Samples:
     )
 
     if isinstance(opened, Store):
-        return store_samples(opened)
+        return store_samples(opened, has_label)
     if _is_dataset(opened):
         return dataset_samples(opened)
     source = opened if isinstance(opened, Source) else Source(iter(opened))

@@ -108,6 +108,9 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     names = stored_as(paths[0], kinds, asked, _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
+    label = names.get("label", "")
+    if kinds.get(label) == "numbers, or none":
+        kinds[label] = "numbers"  # NaN would be no label
     _check_images(paths[0], names["image"], probed[names["image"]])
     left_out = [
         name for name in others(kinds, names) if kinds[name] == "lists of bytes"
@@ -118,7 +121,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
             address,
             ", ".join(left_out),
         )
-    if names.get("label") == _COUNTED_FROM_1:
+    if label == _COUNTED_FROM_1:
         logger.warning(
             "%s: labels are kept as they are stored; in TF-Slim's ImageNet %r begins at 1",
             address,
@@ -128,7 +131,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     columns = {column: (name, kinds[name]) for column, name in names.items()}
     records = itertools.chain.from_iterable(map(_records, paths))
     samples = _samples(records, columns, set(kinds))
-    return Source(samples, _classes_of(paths[0], names.get("label", "")))
+    return Source(samples, _classes_of(paths[0], label))
 
 
 def _traits_of(values: Sequence[Any], features: Mapping[str, list[Any]]) -> set[Any]:

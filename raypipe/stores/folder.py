@@ -79,21 +79,25 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
 
     def _open(self) -> _Images | ListedFiles:
         (target_column,) = self._options
-        if "(?P<" in target_column:
-            return self._labeled_by(target_column)
-        if not is_remote(self.address):
-            return _Images(self.address, *self._samples(_Disk(self.address)))
-        if self._listing is None:
-            tree, version = _list_objects(self.address)
-            self._listing = *self._samples(tree), version
-        return _Images(self.address, *self._listing)
-
-    def _labeled_by(self, pattern: str) -> ListedFiles:
-        """Return the images in no folder, whose labels a pattern finds in their names."""
+        if self._listing is not None:
+            return _Images(self.address, *self._listing)
+        tree: FileTree = _Disk(self.address)
+        version = ""
         if is_remote(self.address):
-            layout = self._layout(_list_objects(self.address)[0])
-        else:
-            layout = self._layout(_Disk(self.address))
+            tree, version = _list_objects(self.address)
+        try:
+            layout = find_classes([tree], self.address)
+        except OSError as error:
+            raise StoreError(f"{self.address} cannot be scanned: {error}") from error
+        if "(?P<" in target_column:
+            return self._labeled_by(target_column, layout)
+        listing = *self._samples(layout), version
+        if version:
+            self._listing = listing
+        return _Images(self.address, *listing)
+
+    def _labeled_by(self, pattern: str, layout: Layout) -> ListedFiles:
+        """Return the images in no folder, whose labels a pattern finds in their names."""
         images = [path for path, _ in layout.flat]
         if not images:
             raise StoreError(
@@ -107,18 +111,11 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
         with as_table(self.address):
             return ListedFiles(f"{self.address}/", rows, images, "path", pattern)
 
-    def _layout(self, tree: FileTree) -> Layout:
-        try:
-            return find_classes([tree], self.address)
-        except OSError as error:
-            raise StoreError(f"{self.address} cannot be scanned: {error}") from error
-
     def _samples(
-        self, tree: FileTree
+        self, layout: Layout
     ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
         """Return class names, the number of samples of each, and the samples in order."""
         (target_column,) = self._options
-        layout = self._layout(tree)
         (by_class,) = layout.samples
         nums = list(map(len, by_class))
         samples = list(itertools.chain.from_iterable(by_class))

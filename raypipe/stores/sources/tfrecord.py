@@ -26,7 +26,12 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, ColumnValues
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    ColumnValues,
+    others,
+    stored_names,
+)
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     NUM_PROBED,
@@ -35,9 +40,7 @@ from raypipe.stores.sources.format_source import (
     beside,
     library,
     opened,
-    others,
     size_of,
-    stored_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -105,7 +108,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     paths = [file.address for file in list_files(address, is_tfrecord, "TFRecord")]
     probed = _probe(address, itertools.chain.from_iterable(map(_records, paths)))
     kinds = {name: _kind_of(traits) for name, traits in sorted(probed.items())}
-    names = stored_as(paths[0], kinds, asked, _USUAL)
+    names = stored_names(paths[0], kinds, asked._asdict(), _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
     label = names.get("label", "")

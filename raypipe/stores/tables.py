@@ -305,17 +305,25 @@ def _parsed(address: str, content: bytes, is_alone: bool, *columns: str) -> Tabl
         return file.read()
     content = content.removeprefix(codecs.BOM_UTF8)
     if suffix == "jsonl":
-        lines = content.split(b"\n", _NUM_PROBED)[:_NUM_PROBED]
-        rows = list(map(json.loads, filter(bytes.strip, lines)))
-        first = Table.from_pylist(rows)
-        if later := set[str]().union(*rows) - set(first.column_names):
-            logger.warning(
-                "%s: left out, as the first row lacks them: %.300s",
-                *(address, ", ".join(sorted(later))),
-            )
-        # pyarrow infers types by recursion, which any depth of others would overflow
-        known = ParseOptions(first.schema, unexpected_field_behavior="ignore")
-        return read_json(BufferReader(content), parse_options=known)
+        return _from_jsonl(address, content)
+    return _from_csv(address, content, is_alone, *columns)
+
+
+def _from_jsonl(address: str, content: bytes) -> Table:
+    lines = content.split(b"\n", _NUM_PROBED)[:_NUM_PROBED]
+    rows = list(map(json.loads, filter(bytes.strip, lines)))
+    first = Table.from_pylist(rows)
+    if later := set[str]().union(*rows) - set(first.column_names):
+        logger.warning(
+            "%s: left out, as the first row lacks them: %.300s",
+            *(address, ", ".join(sorted(later))),
+        )
+    # pyarrow infers types by recursion, which any depth of others would overflow
+    known = ParseOptions(first.schema, unexpected_field_behavior="ignore")
+    return read_json(BufferReader(content), parse_options=known)
+
+
+def _from_csv(address: str, content: bytes, is_alone: bool, *columns: str) -> Table:
     header = content.partition(b"\n")[0].decode()
     separated = csv.ParseOptions(
         delimiter=max(",\t;", key=header.count), newlines_in_values=True

@@ -151,14 +151,19 @@ def _checked(scan: Scan, tar: Tar) -> Scan:
         for start, ranges in scan.sparse.items()
     ]
     _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
+    _require(_are_inside(scan, num_bytes), "places")
+    left_out = check("left_out", scan.left_out, dict[str, _Count])
+    return scan._replace(left_out=LeftOut(left_out))
+
+
+def _are_inside(scan: Scan, num_bytes: int) -> bool:
+    """Return whether all places of a scan are in a tar of so many bytes."""
     starts, sizes, _ = np.concatenate([scan.places[""], *scan.places.values()]).T
     # The sizes of sparse members count their holes.
     are_sparse = np.isin(starts, list(map(int, scan.sparse)))
     are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
     are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
-    _require(bool(are_right.all()), "places")
-    left_out = check("left_out", scan.left_out, dict[str, _Count])
-    return scan._replace(left_out=LeftOut(left_out))
+    return bool(are_right.all())
 
 
 def _require(is_right: bool, field: str) -> None:

@@ -97,7 +97,7 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
         elif isinstance(value, _TIMES):
-            plain[name] = value.isoformat()
+            plain[name] = str(value)
         elif isinstance(value, _JSON):
             try:
                 plain[name] = _as_json(value)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, unquote, urljoin
 
 import numpy as np
 import pyarrow as pa
@@ -162,7 +162,8 @@ def _address_of(path: str, table: str) -> str:
         scheme, _, place = table.partition("://")
         # urljoin knows few other schemes
         return urljoin(f"http://{place}", quote(path)).replace("http", scheme, 1)
-    path = path.removeprefix("file://")
+    if path.startswith("file://"):
+        path = unquote(path.removeprefix("file://"))
     folder, _, _ = table.rpartition("/")
     return path if path.startswith("/") else f"{folder}/{path}"
 

@@ -16,6 +16,7 @@ from tars import put
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.stores import Store, open_store
+from raypipe.stores.filter import matching
 from raypipe.stores.tables import TableStore
 
 PATHS = ["img/0.jpg", "img/1.jpg", "img/0.jpg"]
@@ -107,6 +108,12 @@ def test_other_columns_stay_columns(root: Path) -> None:
     objects = {"path": "img/0.jpg", "boxes": [[0, 0, 1, 1, 3]], "tags": {"a": None}}
     store = open_store(write(root / "a.jsonl", json.dumps(objects)))
     assert read(store, "boxes") == [[[0, 0, 1, 1, 3]]]
+
+
+def test_dates_are_compared_as_text(root: Path) -> None:
+    text = "path,day\na,2024-05-01\nb,2024-11-30\nc,\n"
+    store = open_store(write(root / "a.csv", text))
+    assert matching(store, "day > '2024-05-01'").tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +210,9 @@ def test_ids_keep_their_zeros(root: Path) -> None:
 
 def test_paths_are_links(root: Path) -> None:
     (root / "lists").mkdir()
-    rows = ["../img/0.jpg", f"{root}/img/1.jpg", f"file://{root}/img/1.jpg", "0.jpg"]
+    (root / "img" / "1 é.jpg").write_bytes(b"1")
+    uri = (root / "img" / "1 é.jpg").as_uri()
+    rows = ["../img/0.jpg", f"{root}/img/1.jpg", uri, "0.jpg"]
     path = write(root / "lists" / "a.csv", "\n".join(["path", *rows, '""']))
     assert read(open_store(path), "image") == [b"0", b"1", b"1", None, None]
     path = write(root / "lists" / "b.csv", "path\n0.jpg\n")

@@ -104,7 +104,12 @@ def arrays_source(
             and rows.kind in ("numbers", "bytes", "text")
             and rows.row_bytes < MAX_SAMPLE_BYTES
         ):
-            columns[name.replace("/", ".")] = rows
+            column = name.replace("/", ".")
+            if column in columns:
+                raise StoreError(
+                    f"{where}: two {word}s would be the column {column!r}, {name!r} among them: rename one"
+                )
+            columns[column] = rows
         else:
             left_out.append(f"{name} ({rows})")
     if left_out:

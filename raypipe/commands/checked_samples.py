@@ -84,13 +84,11 @@ def check_samples(
             reason = next(filter(None, reasons), "")
             if label and sample[LABEL] is None:
                 reason = reason or WRONG_LABEL
-            height = width = 0
+            sides = (0, 0)
             if not reason:
                 try:
                     maker.one(sample, (index, 0))
-                    of_image = decode_any(sample["image"]).shape
-                    decode_targets(sample, targets, of_image[:2], boxes_format)
-                    height, width, _ = of_image
+                    sides = _decoded(sample, targets, boxes_format)
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
@@ -98,8 +96,17 @@ def check_samples(
                 reason = _broken_link(store, index) or reason
             largest = 0 if reason else _largest(image)
             yield CheckedSample(
-                index, _format(image), len(image), height, width, reason, largest
+                index, _format(image), len(image), *sides, reason, largest
             )
+
+
+def _decoded(
+    sample: Mapping[str, Any], targets: Mapping[str, str], boxes_format: str
+) -> tuple[int, int]:
+    """Decode an image and its targets; return the image's height and width."""
+    height, width, _ = decode_any(sample["image"]).shape
+    decode_targets(sample, targets, (height, width), boxes_format)
+    return height, width
 
 
 def _broken_link(store: Store, index: int) -> str:

@@ -93,7 +93,7 @@ def convert_store(
         exif=run.transform.apply_exif and (sizes or bool(short_side)),
         seekable=seekable,
         overwrite=overwrite,
-        classes=classes.split(",") if classes else None,
+        classes=list(map(str.strip, classes.split(","))) if classes else None,
     )
 
 
@@ -152,12 +152,13 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
-    from raypipe.commands.copies import CopySettings, class_numbers
+    from raypipe.commands.copies import CopySettings
     from raypipe.rayext.cluster import connect
     from raypipe.stores.plain_columns import column_types
 
     dst = str(dst)
-    named = None if classes is None else tuple(classes)
+    if isinstance(classes, str):
+        raise ConfigError(f"classes={classes!r:.200}: give a list of names")
     settings = CopySettings(
         sizes=sizes,
         short_side=short_side,
@@ -166,25 +167,32 @@ def convert(
         seekable=seekable,
         on_bad_sample=on_bad_sample,
         suffix=Path(split_address(dst)[1]).suffix,
-        classes=named,
+        classes=None if classes is None else tuple(classes),
     )
     _check_arguments(dst, shards, settings)
     opened = _opened(src, image_column, target_column, trust_pickles)
     with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
-        samples = _samples_of(opened, src)
+        samples = _samples_of(opened, src, has_label=bool(target_column))
         types = column_types(samples.first, samples.name, short_side)
         settings = replace(settings.of_columns(types), source=samples.name, dst=folder)
-        if named is None:
-            settings = replace(settings, classes=samples.classes)
-        else:
-            are_classes = types.get("label") == "int64"
-            numbers = class_numbers(samples.name, are_classes, samples.classes, named)
-            settings = replace(settings, numbers=numbers)
+        settings = _named(settings, samples)
         connect()
         reports = _written(samples, settings, shards)
         if is_remote(dst) and not is_remote(folder):
             reports = _uploaded(reports, Path(folder), dst)
         return _counted(reports, settings, finished)
+
+
+def _named(settings: CopySettings, samples: Samples) -> CopySettings:
+    """Return the settings with class names: those that were given, or else the source's."""
+    from raypipe.commands.copies import class_numbers
+
+    classes = settings.classes
+    if classes is None:
+        return replace(settings, classes=samples.classes)
+    are_classes = settings.columns.get("label") == "int64"
+    numbers = class_numbers(samples.name, are_classes, samples.classes, classes)
+    return replace(settings, numbers=numbers)
 
 
 def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[Report]:
@@ -224,7 +232,7 @@ def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Rep
         yield report
 
 
-def _samples_of(opened: Any, src: Any) -> Samples:
+def _samples_of(opened: Any, src: Any, has_label: bool) -> Samples:
     """Return what is copied; raise StoreError if it has no samples."""
     from raypipe.commands.copied_samples import (
         dataset_samples,
@@ -233,7 +241,7 @@ def _samples_of(opened: Any, src: Any) -> Samples:
     )
 
     if isinstance(opened, Store):
-        return store_samples(opened)
+        return store_samples(opened, has_label)
     if _is_dataset(opened):
         return dataset_samples(opened)
     source = opened if isinstance(opened, Source) else Source(iter(opened))

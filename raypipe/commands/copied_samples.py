@@ -34,6 +34,7 @@ from raypipe.errors import StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import cause_of
 from raypipe.storage.retries import in_threads
+from raypipe.stores.arrow_values import array_of
 from raypipe.stores.base import NAME, Columns, ColumnValues, Store
 from raypipe.stores.scan import mean_image_bytes, scan
 from raypipe.stores.sources import Source
@@ -80,14 +81,14 @@ def store_rows(
         yield make(sample, settings)
 
 
-def store_samples(store: Store) -> Samples:
+def store_samples(store: Store, has_label: bool) -> Samples:
     """Return the samples of a store; one at a URI is in the cache of this node."""
     if not len(store):
         raise StoreError(f"{store.address} has no samples")
     # the numbers of rows are not kept
-    has_names = getattr(store, "has_names", True)
-    names = [name for name in store.schema.names if name != NAME or has_names]
-    first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
+    are_kept = {NAME: getattr(store, "has_names", True), "label": has_label}
+    names = tuple(name for name in store.schema.names if are_kept.get(name, True))
+    first = store.read(np.arange(min(len(store), CHUNK)), names)
 
     def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
         if not num:
@@ -97,7 +98,8 @@ def store_samples(store: Store) -> Samples:
             yield start, partial(store_rows, store, start, stop, settings)
 
     values = with_later(store, first)
-    return Samples(store.address, values, shards, True, store.classes, len(store))
+    classes = store.classes if has_label else None
+    return Samples(store.address, values, shards, True, classes, len(store))
 
 
 def _bounds(num_samples: int, num: int) -> list[int]:
@@ -106,7 +108,10 @@ def _bounds(num_samples: int, num: int) -> list[int]:
 
 
 def with_later(store: Store, first: Columns) -> dict[str, Any]:
-    """Return the first values of columns, and what decides a type later: a value, or None among integers."""
+    """Return the first values of columns, and what decides a type later: a value, or None among integers.
+
+    Values that have one shape by the schema are an array.
+    """
     columns = dict(first)
     for field in store.schema:
         name = field.name
@@ -123,6 +128,10 @@ def with_later(store: Store, first: Columns) -> dict[str, Any]:
             )
             decisive = (value for value in later if (value is None) != has_no_value)
             columns[name] = [*first[name], *itertools.islice(decisive, 1)]
+        _, shape = array_of(field.type) or (None, ())
+        arrays = [value for value in columns[name] if value is not None]
+        if shape and arrays:
+            columns[name] = np.stack(arrays)
     return columns
 
 

@@ -279,7 +279,9 @@ def class_numbers(
     reason = ""
     number_of = {name: number for number, name in enumerate(classes)}
     lacking = [name for name in stored or () if name not in number_of]
-    if not are_classes:
+    if len(number_of) < len(classes):
+        reason = "needs a different name for each label"
+    elif not are_classes:
         reason = "has no integer labels to name: leave it out"
     elif lacking:
         reason = f"has the class {lacking[0]!r} too: add it"

@@ -6,6 +6,7 @@ import colorsys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def draw_tiles(
 
     A tile is in the middle of its square, with its caption below.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
     width = len(names) * (_TILE + _GUTTER) - _GUTTER
     headers = headers or {}
@@ -65,13 +66,7 @@ def draw_tiles(
     above = _MARGIN + _LINE * len(heading) + (44 if headers else 26)
     size = (width + 2 * _MARGIN, above + len(rows) * _ROW)
     picture = Image.new("RGB", size, "white")
-    pen = ImageDraw.Draw(picture)
-    font = ImageFont.load_default_imagefont()
-
-    def write(x: int, y: int, lines: list[str]) -> None:
-        for number, line in enumerate(lines):
-            pen.text((x, y + number * _LINE), line, "black", font)
-
+    write = partial(_write, ImageDraw.Draw(picture))
     write(_MARGIN, _MARGIN, heading)
     for column, header in headers.items():
         columns = max(2, (len(names) - 1) // len(headers))
@@ -82,15 +77,30 @@ def draw_tiles(
         for column, tile in enumerate(row):
             x = _left(column)
             y = above + number * _ROW
-            pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
-            if tile.image is not None:
-                image = _drawn(tile.image, tile.targets)
-                middle = ((_TILE - image.width) // 2, (_TILE - image.height) // 2)
-                picture.paste(image, (x + middle[0], y + middle[1]))
+            picture.paste(_square(tile), (x, y))
             write(x, y + 8, wrapped(tile.reason, _TILE, 8))
             caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
             write(x, y + _TILE + 4, caption[:3])
     return picture
+
+
+def _write(pen: Any, x: int, y: int, lines: list[str]) -> None:
+    from PIL import ImageFont
+
+    font = ImageFont.load_default_imagefont()
+    for number, line in enumerate(lines):
+        pen.text((x, y + number * _LINE), line, "black", font)
+
+
+def _square(tile: Tile) -> Any:
+    """Return the square of a tile, with its image in the middle."""
+    from PIL import Image
+
+    square = Image.new("RGB", (_TILE, _TILE), "#dcdcdc")
+    if tile.image is not None:
+        image = _drawn(tile.image, tile.targets)
+        square.paste(image, ((_TILE - image.width) // 2, (_TILE - image.height) // 2))
+    return square
 
 
 def save_picture(picture: Any, output: str) -> None:

@@ -86,21 +86,25 @@ def run_tasks(
                     if not is_one_free:
                         begin.turn(_held(work, here, num_cpus))
                 for stream in ready:
-                    try:
-                        report = get(next(stream))
-                    except StopIteration:
-                        pending.remove(stream)
-                        continue
-                    if report is None:
-                        continue
-                    if isinstance(report, RaypipeError):
-                        raise report
-                    bar.advance(shown, report[0])
-                    yield report
+                    if (report := _report_of(stream, pending)) is not None:
+                        bar.advance(shown, report[0])
+                        yield report
     finally:
         if pending and has_begun:
             ends = [stream.completed() for stream in pending]
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
+
+
+def _report_of(stream: Any, pending: list[Any]) -> Any:
+    """Return a task's next report; None at its begin and at its end, when it is no longer pending."""
+    try:
+        report = get(next(stream))
+    except StopIteration:
+        pending.remove(stream)
+        return None
+    if isinstance(report, RaypipeError):
+        raise report
+    return report
 
 
 def _task(here: bool, retries: int) -> Any:

@@ -78,10 +78,10 @@ def open_store(address: str | Path, **options: Any) -> Store:
         ConfigError: the store has no such option, or the address contains credentials.
     """
     from raypipe.storage.filesystem import refuse_credentials
-    from raypipe.stores.kinds import STORES, kind_of, plain
+    from raypipe.stores.kinds import STORES, full_address, kind_of
 
     refuse_credentials(address)
-    text = plain(address)
+    text = full_address(address)
     kind = kind_of(text)
     if kind not in STORES:
         raise StoreError(

@@ -189,7 +189,15 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         )
     for split, files in splits.items():
         parts = [match for name in files if (match := PART_OF.match(name))]
-        if parts and len({match["number"] for match in parts}) < int(parts[0]["num"]):
+        name_of: dict[str, str] = {}
+        for match in parts:
+            before = name_of.setdefault(match["number"], match.string)
+            if before != match.string:
+                raise StoreError(
+                    f"{address} has part {match['number']} of {split} twice, {before} and {match.string}: remove "
+                    "the files of one version, or choose those of the other with a pattern"
+                )
+        if parts and len(parts) < int(parts[0]["num"]):
             raise StoreError(
                 f"{address} has only {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the rest, "
                 "or choose these with a pattern such as train-0*"

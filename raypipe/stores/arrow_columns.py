@@ -23,7 +23,7 @@ from raypipe.stores.arrow_values import (
     is_list,
     is_number,
 )
-from raypipe.stores.base import NAME, stored_names
+from raypipe.stores.base import NAME, others, stored_names
 
 
 class TableColumns:
@@ -144,9 +144,9 @@ def _columns_of(
         raise StoreError(
             f"{path} has several columns called {twice[0]!r}: write it with one name for each"
         )
-    stored = stored_names(
-        path, schema.names, {"image": image_column, "label": target_column or "label"}
-    )
+    asked = {"image": image_column, "label": target_column or "label"}
+    stored = stored_names(path, schema.names, asked)
+    stored |= {name: name for name in others(schema.names, stored)}
     columns = {name: schema.field(column) for name, column in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:

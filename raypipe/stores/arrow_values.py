@@ -154,11 +154,12 @@ def as_classes(labels: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _with_none(column: pa.ChunkedArray) -> list[Any]:
     """Return a column's values, None for those that are or contain a null."""
-    values = column.to_pylist()
-    if is_number(column.type):
-        dtype = np.dtype(column.type.to_pandas_dtype()).type
-        return [None if value is None else dtype(value) for value in values]
-    return [None if _has_none(value) else np.asarray(value) for value in values]
+    kind, _ = array_of(column.type) or (column.type, ())
+    dtype = kind.to_pandas_dtype()
+    return [
+        None if _has_none(value) else np.asarray(value, dtype)[()]
+        for value in column.to_pylist()
+    ]
 
 
 def _has_none(value: Any) -> bool:

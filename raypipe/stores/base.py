@@ -553,28 +553,45 @@ def missing(
 
 
 def stored_names(
-    where: object, present: Collection[str], renamed: Mapping[str, str]
+    where: object,
+    present: Collection[str],
+    asked: Mapping[str, str],
+    usual: Mapping[str, Sequence[str]] = {},
+    word: str = "column",
 ) -> dict[str, str]:
-    """Return name in the store → name in its files, `image` and `label` first.
+    """Return `image`, and `label` if there is one, → its name in the files.
 
     Args:
-        where: the store, or one of its files, for the error.
-        present: names of the columns in the files.
-        renamed: `image` and `label` → the column in the files; without a column `label` the store has no labels.
+        where: the store, one of its files, or its record, for the error.
+        present: names of the columns in the files, or name → kind.
+        asked: `image` and `label` → the name that they are to have there, the same one = or a usual one, empty =
+            none. Without a column `label` there are no labels.
+        usual: `image` and `label` → the usual names, the likeliest first.
+        word: the format's word for a column.
 
     Raises:
-        StoreError: a column of another name than `label` is missing.
+        StoreError: there is no such column, or no usual one of images.
     """
-    stored = {}
-    for name, column in renamed.items():
-        if column in present:
-            stored[name] = column
-        elif name == "image" or column != "label":
-            raise StoreError(missing(where, column, present, RENAMED[name]))
-    unnamed = (
-        name for name in present if name not in renamed and name not in renamed.values()
-    )
-    return stored | {name: name for name in unnamed}
+    names: dict[str, str] = {}
+    for column, name in asked.items():
+        if not name:
+            continue
+        candidates = [name, *usual.get(column, ())] if name == column else [name]
+        stored = next(
+            (candidate for candidate in candidates if candidate in present), None
+        )
+        if stored is not None:
+            names[column] = stored
+        elif name != "label":
+            raise StoreError(missing(where, name, present, RENAMED[column], word))
+    return names
+
+
+def others(present: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Return the columns besides image and label, by the result of `stored_names`."""
+    return [
+        name for name in present if name not in names.values() and name not in RENAMED
+    ]
 
 
 def hash_of_facts(facts: object) -> str:

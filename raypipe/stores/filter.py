@@ -110,7 +110,7 @@ def _values(columns: Columns, column: str, *path: str) -> pa.Array:
 
 
 def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
+    """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small; dates as text."""
     kind = column.type
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pa.types.is_integer(kind):
@@ -121,6 +121,8 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
         return array.cast(pa.float64())
     if pa.types.is_dictionary(kind):
         return array.cast(kind.value_type)
+    if pa.types.is_temporal(kind):
+        return array.cast(pa.string())
     return array
 
 

@@ -20,7 +20,7 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.storage.local_file import file_kind
 from raypipe.storage.retries import in_threads, report_progress
-from raypipe.stores.addresses import is_left_out, names_at
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
@@ -35,9 +35,9 @@ from raypipe.stores.class_folders import (
     Entry,
     FileTree,
     Layout,
+    LeftOut,
     check_classes,
     find_classes,
-    suffix_of,
     tell_left_out,
     words_of,
 )
@@ -79,30 +79,43 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
 
     def _open(self) -> _Images | ListedFiles:
         (target_column,) = self._options
-        if "(?P<" in target_column:
-            names = sorted(names_at(self.address) or ())
-            images = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
-            rows = pa.table({"path": images})
-            with as_table(self.address):
-                return ListedFiles(
-                    f"{self.address}/", rows, images, "path", target_column
-                )
-        if not is_remote(self.address):
-            return _Images(self.address, *self._samples(_Disk(self.address)))
-        if self._listing is None:
+        if self._listing is not None:
+            return _Images(self.address, *self._listing)
+        tree: FileTree = _Disk(self.address)
+        version = ""
+        if is_remote(self.address):
             tree, version = _list_objects(self.address)
-            self._listing = *self._samples(tree), version
-        return _Images(self.address, *self._listing)
-
-    def _samples(
-        self, tree: FileTree
-    ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
-        """Return class names, the number of samples of each, and the samples in order."""
-        (target_column,) = self._options
         try:
             layout = find_classes([tree], self.address)
         except OSError as error:
             raise StoreError(f"{self.address} cannot be scanned: {error}") from error
+        if "(?P<" in target_column:
+            return self._labeled_by(target_column, layout)
+        listing = *self._samples(layout), version
+        if version:
+            self._listing = listing
+        return _Images(self.address, *listing)
+
+    def _labeled_by(self, pattern: str, layout: Layout) -> ListedFiles:
+        """Return the images in no folder, whose labels a pattern finds in their names."""
+        images = [path for path, _ in layout.flat]
+        if not images:
+            raise StoreError(
+                f"{self.address} has no images outside of folders, in whose names target_column={pattern!r:.100} "
+                "would find labels: choose a folder of images"
+            )
+        if not self._identity:
+            in_folders = +LeftOut({"in folders": sum(layout.nums.values())})
+            tell_left_out(self.address, len(images), in_folders)
+        rows = pa.table({"path": images})
+        with as_table(self.address):
+            return ListedFiles(f"{self.address}/", rows, images, "path", pattern)
+
+    def _samples(
+        self, layout: Layout
+    ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
+        """Return class names, the number of samples of each, and the samples in order."""
+        (target_column,) = self._options
         (by_class,) = layout.samples
         nums = list(map(len, by_class))
         samples = list(itertools.chain.from_iterable(by_class))

@@ -74,7 +74,7 @@ abfs:// or hdfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .re
 Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
 
 
-def plain(address: str | Path) -> str:
+def full_address(address: str | Path) -> str:
     """Return a local path as an absolute one, without file:// or ~, which a shell expands and Python does not."""
     text = str(address)
     if is_remote(text) or _is_named(text):
@@ -85,7 +85,7 @@ def plain(address: str | Path) -> str:
 
 
 def kind_of(address: str) -> str:
-    """Return the kind at an address, which `plain` returned.
+    """Return the kind at an address, which `full_address` returned.
 
     Raises:
         StoreError: there is nothing, or nothing of a known kind.

@@ -71,8 +71,15 @@ def labels_of_list(where: str, address: str, keys: pa.LargeBinaryArray) -> pa.Ar
         text = read_text(address, _MAX_LIST_BYTES)
     except ConfigError as error:
         raise StoreError(str(error)) from error
-    pairs = [_pair(line) for line in text.splitlines() if line.strip()]
+    lines = text.removeprefix("\ufeff").splitlines()
+    pairs = [_pair(line) for line in lines if line.strip()]
     label_of = dict(pairs)
+    for key, label in pairs if len(label_of) < len(pairs) else ():
+        if label != label_of[key]:
+            raise StoreError(
+                f"{address} has the labels {label!r:.100} and {label_of[key]!r:.100} for the key {key[:64]!r}: "
+                "write one line for each key"
+            )
     found = (label_of.get(key) or None for key in keys.to_pylist())
     labels = pa.array(found, pa.string())
     if labels.null_count:
@@ -100,4 +107,4 @@ def _pair(line: str) -> tuple[bytes, str]:
     key, _, label = (
         line.rpartition(separator) if separator else line.strip().rpartition(" ")
     )
-    return key.strip().encode(), label.strip()
+    return key.strip().strip('"').encode(), label.strip().strip('"')

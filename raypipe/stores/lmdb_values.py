@@ -285,8 +285,13 @@ def plain_label(part: Any) -> Any:
         return _text(bytes(part))
     if isinstance(part, list | tuple):
         numbers = all(isinstance(number, int | float) for number in part)
-        return list(part) if part and numbers else None
-    return part if isinstance(part, int | float | str) else None
+        return list(map(_as_number, part)) if part and numbers else None
+    return _as_number(part) if isinstance(part, int | float | str) else None
+
+
+def _as_number(value: Any) -> Any:
+    """Return a boolean as an integer, since Arrow's integers take none; any other value as it is."""
+    return int(value) if isinstance(value, bool) else value
 
 
 def _text(name: Any) -> str:

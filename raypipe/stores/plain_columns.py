@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from raypipe.stores.record import numpy_type
 _INTEGERS = bool | int | np.integer | np.bool_
 _FLOATS = float | np.floating
 _JSON = list | dict | np.ndarray
+_TIMES = datetime.date | datetime.time
 _NO_JSON = (TypeError, ValueError, AttributeError)
 
 
@@ -66,12 +68,13 @@ def _type_of(name: str, values: Iterable[Any], where: str, short_side: int) -> s
     if isinstance(value, _INTEGERS | _FLOATS):
         are_floats = any(v is None or isinstance(v, _FLOATS) for v in values)
         return "float64" if are_floats else "int64"
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | _TIMES):
         return "string"
     if not _is_json(value):
         raise StoreError(
             f"{where}: column {name!r} has values of type {type(value).__name__}; raypipe copies int, float, "
-            "bytes and str, and lists and dicts of int, float and str"
+            "bytes, str and dates, and lists and dicts of int, float and str: leave it out, or convert from your "
+            "own function, MODULE:NAME"
         )
     if short_side:
         raise ConfigError(
@@ -82,7 +85,7 @@ def _type_of(name: str, values: Iterable[Any], where: str, short_side: int) -> s
 
 
 def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a sample with plain values, by the types of its columns; None as a float becomes NaN."""
+    """Return a sample with plain values, by the types of its columns; None as a float becomes NaN, dates text."""
     plain = dict(sample)
     for name, value in sample.items():
         kind = types.get(name, "")
@@ -93,6 +96,8 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
             plain[name] = math.nan
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
+        elif isinstance(value, _TIMES):
+            plain[name] = str(value)
         elif isinstance(value, _JSON):
             try:
                 plain[name] = _as_json(value)

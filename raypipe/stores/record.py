@@ -170,8 +170,11 @@ class RecordLayout:
                     exactly(np.asarray(number), np.float64)
             return packed
         except (struct.error, ValueError, OverflowError) as error:
+            reason = str(error)
+            if any(number is None for number in values.values()):
+                reason = "give it each number, or leave the column out"
             raise StoreError(
-                f"a sample's numbers do not fit their columns: {values}: {error}"
+                f"a sample's numbers do not fit their columns: {values}: {reason}"
             ) from error
 
     def _encoded(self, name: str, value: Any) -> bytes | None:

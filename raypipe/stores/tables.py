@@ -10,11 +10,14 @@ import codecs
 import contextlib
 import hashlib
 import json
+import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, unquote, urljoin
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +44,8 @@ from raypipe.stores.base import (
 from raypipe.stores.image_files import FileFacts, read_files, written_at
 from raypipe.stores.kept import UNUSABLE
 from raypipe.stores.scan import spread
+
+logger = logging.getLogger(__name__)
 
 # Names, in lower case, that people give to these columns.
 _USUAL = {
@@ -157,7 +162,8 @@ def _address_of(path: str, table: str) -> str:
         scheme, _, place = table.partition("://")
         # urljoin knows few other schemes
         return urljoin(f"http://{place}", quote(path)).replace("http", scheme, 1)
-    path = path.removeprefix("file://")
+    if path.startswith("file://"):
+        path = unquote(path.removeprefix("file://"))
     folder, _, _ = table.rpartition("/")
     return path if path.startswith("/") else f"{folder}/{path}"
 
@@ -214,22 +220,49 @@ def _labels(
 def _numbered(address: str, labels: ChunkedArray) -> tuple[ChunkedArray, _Classes]:
     """Return labels as numbers, with the class names if they are names."""
     labels = pc.utf8_trim_whitespace(_texts(labels))
+    labels = pc.if_else(pc.equal(labels, ""), pa.scalar(None, pa.string()), labels)
     distinct = pc.unique(labels).drop_null()
     for kind in (pa.int64(), pa.float64()):
         with contextlib.suppress(pa.ArrowInvalid):
-            distinct.cast(kind)  # slow where it fails
-            return labels.cast(kind), None
+            numbers = distinct.cast(kind)  # slow where it fails
+            if pc.all(pc.is_finite(numbers), min_count=0).as_py():
+                return labels.cast(kind), None
     names = sorted(distinct.to_pylist())
-    listed = read_whole(_address_of(_CLASSES, address)) or b""
-    classes = listed.decode().splitlines() or names
-    are_wrong = str.isdecimal if not listed else lambda name: name not in classes
-    for name in filter(are_wrong, names):
+    classes = _listed_classes(address)
+    if classes:
+        wrong = [name for name in names if name not in classes]
+    else:
+        classes = names
+        wrong = list(filter(_is_number, names))
+    if wrong:
+        others = [name for name in classes if name not in wrong]
+        such_as = "".join(f", such as {name!r:.100}" for name in others[:1])
         raise StoreError(
-            f"{address}: the label {name!r:.100} is not among the names of classes: write numbers or names in all "
-            f"rows, or list all names in order in {_CLASSES} next to the table"
+            f"{address}: the label {wrong[0]!r:.100} is not among the names of classes{such_as}: write numbers or "
+            f"names in all rows, or list all names in order in {_CLASSES} next to the table"
         )
-    numbers = pc.index_in(labels, pa.array(classes)).cast(pa.int64())
-    return numbers, tuple(classes)
+    indices = pc.index_in(labels, pa.array(classes)).cast(pa.int64())
+    return indices, tuple(classes)
+
+
+def _listed_classes(address: str) -> list[str]:
+    """Return the names in the file of classes next to a table; none without such a file."""
+    listed = read_whole(_address_of(_CLASSES, address)) or b""
+    lines = listed.removeprefix(codecs.BOM_UTF8).decode().splitlines()
+    names = list(filter(None, map(str.strip, lines)))
+    for name, num in Counter(names).items():
+        if num > 1:
+            raise StoreError(
+                f"{address}: {_CLASSES} next to the table has {name!r:.100} {num} times: write each name once"
+            )
+    return names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def read_tables(where: str, files: Sequence[RemoteFile], *columns: str) -> ListedFiles:
@@ -241,7 +274,8 @@ def read_tables(where: str, files: Sequence[RemoteFile], *columns: str) -> Liste
             with open_object(listed.address) as (file, current):
                 check_read(listed.address, current.num_bytes)
                 content = file.read()
-            tables.append(_parsed(listed.address, content, *columns))
+            is_alone = len(files) == 1
+            tables.append(_parsed(listed.address, content, is_alone, *columns))
             facts.append(hashlib.sha256(content).hexdigest())
         rows = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         del content, tables
@@ -261,8 +295,8 @@ def as_table(where: str) -> Iterator[None]:
         ) from error
 
 
-def _parsed(address: str, content: bytes, *columns: str) -> Table:
-    """Return the rows in a file's content."""
+def _parsed(address: str, content: bytes, is_alone: bool, *columns: str) -> Table:
+    """Return the rows in a file's content; those of several files must have equal types of texts."""
     _, _, suffix = address.lower().rpartition(".")
     if suffix == "parquet":
         file = pq.ParquetFile(BufferReader(content))
@@ -272,11 +306,25 @@ def _parsed(address: str, content: bytes, *columns: str) -> Table:
         return file.read()
     content = content.removeprefix(codecs.BOM_UTF8)
     if suffix == "jsonl":
-        lines = content.split(b"\n", _NUM_PROBED)[:_NUM_PROBED]
-        first = Table.from_pylist(list(map(json.loads, filter(None, lines))))
-        # pyarrow infers types by recursion, which any depth of others would overflow
-        known = ParseOptions(first.schema, unexpected_field_behavior="ignore")
-        return read_json(BufferReader(content), parse_options=known)
+        return _from_jsonl(address, content)
+    return _from_csv(address, content, is_alone, *columns)
+
+
+def _from_jsonl(address: str, content: bytes) -> Table:
+    lines = content.split(b"\n", _NUM_PROBED)[:_NUM_PROBED]
+    rows = list(map(json.loads, filter(bytes.strip, lines)))
+    first = Table.from_pylist(rows)
+    if later := set[str]().union(*rows) - set(first.column_names):
+        logger.warning(
+            "%s: left out, as the first row lacks them: %.300s",
+            *(address, ", ".join(sorted(later))),
+        )
+    # pyarrow infers types by recursion, which any depth of others would overflow
+    known = ParseOptions(first.schema, unexpected_field_behavior="ignore")
+    return read_json(BufferReader(content), parse_options=known)
+
+
+def _from_csv(address: str, content: bytes, is_alone: bool, *columns: str) -> Table:
     header = content.partition(b"\n")[0].decode()
     separated = csv.ParseOptions(
         delimiter=max(",\t;", key=header.count), newlines_in_values=True
@@ -291,6 +339,6 @@ def _parsed(address: str, content: bytes, *columns: str) -> Table:
         column_types=dict.fromkeys(texts, pa.string()),
         null_values=[""],
         strings_can_be_null=True,
-        auto_dict_encode=True,
+        auto_dict_encode=is_alone,
     )
     return csv.read_csv(BufferReader(content), None, separated, options)

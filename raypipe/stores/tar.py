@@ -33,9 +33,9 @@ from raypipe.stores.tar_index import (
     VERSION,
     Indexes,
     Tar,
+    facts_of_tar,
     find_in_run,
     keep_in_run,
-    version_of,
 )
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
@@ -157,7 +157,7 @@ class TarStore(FileStore[TarSamples]):
         """Return the scan of each tar, from its index if there is one."""
         missing = [tar for tar in tars if not indexes.are_of(tar.address)]
         if is_remote(self.address) and any(
-            version_of(tar)[0] > GROUP_BYTES for tar in missing
+            facts_of_tar(tar)[0] > GROUP_BYTES for tar in missing
         ):
             logger.info(
                 "%s: scanning %d tars, which have no index: `raypipe index` keeps one next to them",
@@ -217,7 +217,7 @@ def tell_compressed(address: str, tars: Sequence[Tar]) -> None:
 
 
 def _num_bytes(tars: Sequence[Tar]) -> int:
-    return sum(version_of(tar)[0] for tar in tars)
+    return sum(facts_of_tar(tar)[0] for tar in tars)
 
 
 def _find(listed: RemoteFile) -> Tar:

@@ -53,7 +53,7 @@ Tar = OpenFile | RemoteFile | Unpacked
 """A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
 
 
-def version_of(tar: Tar) -> tuple[int, str]:
+def facts_of_tar(tar: Tar) -> tuple[int, str]:
     """Return a tar's size and version, which are different for different contents."""
     if isinstance(tar, OpenFile):
         status = os.fstat(tar.descriptor)
@@ -96,7 +96,7 @@ class Indexes:
     def keep(self, tar: Tar, scan: Scan) -> str:
         """Write the index of a tar next to it, and return its address."""
         address = self._address_of(tar.address)
-        _write(address, packed(scan._replace(tar=version_of(tar))))
+        _write(address, packed(scan._replace(tar=facts_of_tar(tar))))
         return address
 
     def _address_of(self, name: str) -> str:
@@ -135,7 +135,7 @@ _Count = Annotated[int, Limits(0, 1 << 62)]
 
 def _checked(scan: Scan, tar: Tar) -> Scan:
     """Return a scan; raise one of `UNUSABLE` unless it is of the tar as it is now, and fits itself."""
-    if scan.tar != list(version_of(tar)):
+    if scan.tar != list(facts_of_tar(tar)):
         raise ValueError("it belongs to another version of the tar")
     for texts in (scan.keys, scan.keys if scan.kinds is None else scan.kinds):
         _require(texts.type == pa.large_binary() and not texts.null_count, "texts")
@@ -145,20 +145,25 @@ def _checked(scan: Scan, tar: Tar) -> Scan:
         _require(each.dtype == np.int64 and each.shape[1:] == (3,), "places")
     check("sparse", scan.sparse, dict[str, list[list[_Count]]])
     # Places in a compressed tar are those of its content, whose size is not known yet.
-    num_bytes = 1 << 62 if isinstance(tar, Unpacked) else version_of(tar)[0]
+    num_bytes = 1 << 62 if isinstance(tar, Unpacked) else facts_of_tar(tar)[0]
     stored_ends = [
         int(start) + sum(length for _, length in ranges)
         for start, ranges in scan.sparse.items()
     ]
     _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
+    _require(_are_inside(scan, num_bytes), "places")
+    left_out = check("left_out", scan.left_out, dict[str, _Count])
+    return scan._replace(left_out=LeftOut(left_out))
+
+
+def _are_inside(scan: Scan, num_bytes: int) -> bool:
+    """Return whether all places of a scan are in a tar of so many bytes."""
     starts, sizes, _ = np.concatenate([scan.places[""], *scan.places.values()]).T
     # The sizes of sparse members count their holes.
     are_sparse = np.isin(starts, list(map(int, scan.sparse)))
     are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
     are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
-    _require(bool(are_right.all()), "places")
-    left_out = check("left_out", scan.left_out, dict[str, _Count])
-    return scan._replace(left_out=LeftOut(left_out))
+    return bool(are_right.all())
 
 
 def _require(is_right: bool, field: str) -> None:

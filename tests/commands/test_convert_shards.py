@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date, time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pictures import picture
 
@@ -19,6 +22,7 @@ from raypipe.commands.copies import (
     write_shard,
 )
 from raypipe.errors import ConfigError, StoreError
+from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.record import Fingerprint, RecordLayout
@@ -115,6 +119,25 @@ def test_a_value_beyond_the_first_samples_decides_the_type() -> None:
         ("score", "float64"),
         ("none", "string"),
     ]
+
+
+def test_arrays_of_one_shape_stay_arrays_if_some_have_no_value(tmp_path: Path) -> None:
+    box = [0.5, 1.0]
+    for values in ([None] + [box] * 69, [box] * 69 + [None], [None] * 69 + [box]):
+        table = {"image": [b"x"] * len(values), "label": [0] * len(values)}
+        boxes = pa.array(values, pa.list_(pa.float32(), 2))
+        pq.write_table(pa.table({**table, "box": boxes}), tmp_path / "a.parquet")
+        store = open_store(tmp_path / "a.parquet")
+        first = store.read(np.arange(min(64, len(store))), ("image", "label", "box"))
+        assert column_types(with_later(store, first), "x")["box"] == "float32[2]"
+
+
+def test_dates_are_copied_as_text() -> None:
+    first = {"image": [b"a"], "day": [date(2024, 5, 1)], "at": [time(12, 30)]}
+    types = column_types(first, "x")
+    assert types == {"image": "binary", "day": "string", "at": "string"}
+    row = {name: values[0] for name, values in first.items()}
+    assert plain(row, types) == {"image": b"a", "day": "2024-05-01", "at": "12:30:00"}
 
 
 def test_structs_are_copied_as_json() -> None:

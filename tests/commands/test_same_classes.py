@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands.convert import convert
-from raypipe.commands.copied_samples import store_rows
+from raypipe.commands.copied_samples import store_rows, store_samples
 from raypipe.commands.copies import (
     CopySettings,
     class_numbers,
@@ -62,6 +62,14 @@ def test_classes_name_the_labels_of_a_store_without_names(tmp_path: Path) -> Non
         class_numbers("x", False, None, ("x",))
 
 
+def test_a_copy_without_a_target_has_no_labels() -> None:
+    """Labels that are null then stop no copy."""
+    samples = store_samples(
+        MemoryStore([PNG], [1], classes=["a", "b"]), has_label=False
+    )
+    assert "label" not in samples.first and samples.classes is None
+
+
 def test_a_copy_keeps_the_names_of_samples_that_follow_a_bad_one(
     tmp_path: Path,
 ) -> None:
@@ -79,6 +87,8 @@ def test_a_copy_keeps_the_names_of_samples_that_follow_a_bad_one(
         ({"exif": True, "sizes": False}, "exif has no effect without sizes"),
         ({"trust_pickles": True}, "trust_pickles=True are for an address"),
         ({"classes": ("x",)}, "has no integer labels to name"),
+        ({"classes": ("x", "x")}, "needs a different name for each label"),
+        ({"classes": "xy"}, "classes='xy': give a list of names"),
     ],
 )
 def test_an_argument_without_effect_is_an_error(

@@ -96,5 +96,11 @@ def test_a_part_that_is_missing_is_missed(tmp_path: Path) -> None:
     ):
         listed(folder)
     assert len(listed(folder / "train-*.x")) == 3
-    make(folder, "train-00002-of-00004.x")
+    make(folder, "train-00002-of-00004.x", "train-00001-of-00004-9f.x")
+    with pytest.raises(
+        StoreError,
+        match=r"has part 00001 of train twice, train-00001-of-00004-9f\.x and train-00001-of-00004\.x: remove",
+    ):
+        listed(folder)
+    (folder / "train-00001-of-00004-9f.x").unlink()
     assert len(listed(folder)) == 4

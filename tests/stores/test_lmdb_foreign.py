@@ -148,6 +148,7 @@ VALUES: dict[str, tuple[Callable[[int, bytes], Any], list[Any] | None]] = {
     "float": (lambda row, image: [image, row / 2], [0.0, 0.5, 1.0]),
     "lists": (lambda row, image: [image, [row, 1.5]], [[0, 1.5], [1, 1.5], [2, 1.5]]),
     "msgpack_numpy": (lambda _, image: [{**ARRAY, b"data": image}, NUMBER], [5, 5, 5]),
+    "booleans": (lambda row, image: (image, row > 0), [0, 1, 1]),
     "image alone": (lambda _, image: image, None),
     "text": (lambda row, image: (image, f"word {row}"), None),
 }
@@ -200,6 +201,16 @@ def test_labels_of_a_list_beside(tmp_path: Path) -> None:
     folder = write_entries(tmp_path / "env", PLAIN, folder=True)
     (folder / "labels.txt").write_text(listed("\t", int))
     assert read(open_store(folder), "label") == [list(range(12))]
+    quoted = [f'"{number}","{number % 2}"' for number in range(12)]
+    (tmp_path / "names.csv").write_text("\ufeff" + "\n".join(quoted))
+    store = open_store(path, target_column="names.csv")
+    assert read(store, "label") == [[0, 1] * 6]
+    (tmp_path / "names.csv").write_text("\n".join([*quoted, "3,1", "3,0"]))
+    store_refused(
+        "names.csv has the labels '1' and '0' for the key b'3': write one line",
+        path,
+        target_column="names.csv",
+    )
     (tmp_path / "train.txt").write_text("0 1\n")
     for column, message in (
         (

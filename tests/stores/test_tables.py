@@ -16,6 +16,7 @@ from tars import put
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.stores import Store, open_store
+from raypipe.stores.filter import matching
 from raypipe.stores.tables import TableStore
 
 PATHS = ["img/0.jpg", "img/1.jpg", "img/0.jpg"]
@@ -57,6 +58,7 @@ FORMATS: dict[str, str | bytes | pa.Table] = {
     "pandas.csv": ",path,label\n0,img/0.jpg,dog\n1,img/1.jpg,cat\n2,img/0.jpg,dog\n",
     "a.tsv": LINES.replace(",", "\t"),
     "A.JSONL": "\n".join(map(json.dumps, ROWS)),
+    "blank.jsonl": "\r\n" + "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
     "bom.jsonl": b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode() + b"\n\n",
     "a.parquet": pa.Table.from_pylist(ROWS),
     "dictionary.parquet": pa.table(
@@ -87,6 +89,14 @@ def test_several_files_are_one_table(root: Path) -> None:
     assert open_store(root / "part-{0..1}.csv").classes == ("bee", "cat", "dog")
 
 
+def test_files_of_a_table_may_have_few_and_many_texts(root: Path) -> None:
+    many = [f"img/0.jpg,dog,{number}th" for number in range(99)]
+    for name, rows in (("part-0.csv", many[:1] * 9), ("part-1.csv", many)):
+        write(root / name, "\n".join(["path,label,note", *rows]))
+    notes = read(open_store(root / "part-*.csv"), "note")
+    assert notes == ["0th"] * 9 + [f"{number}th" for number in range(99)]
+
+
 def test_other_columns_stay_columns(root: Path) -> None:
     text = 'path,label,width,note\nimg/0.jpg,5,8,"a\nb, c"\nimg/1.jpg,7,,\n'
     store = open_store(write(root / "a.csv", text))
@@ -98,6 +108,12 @@ def test_other_columns_stay_columns(root: Path) -> None:
     objects = {"path": "img/0.jpg", "boxes": [[0, 0, 1, 1, 3]], "tags": {"a": None}}
     store = open_store(write(root / "a.jsonl", json.dumps(objects)))
     assert read(store, "boxes") == [[[0, 0, 1, 1, 3]]]
+
+
+def test_dates_are_compared_as_text(root: Path) -> None:
+    text = "path,day\na,2024-05-01\nb,2024-11-30\nc,\n"
+    store = open_store(write(root / "a.csv", text))
+    assert matching(store, "day > '2024-05-01'").tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -127,12 +143,14 @@ def test_labels_may_be_lists_and_booleans(root: Path) -> None:
 def test_a_file_of_classes_gives_their_order(root: Path) -> None:
     path = write(root / "a.csv", LINES)
     before = open_store(path).fingerprint
-    (root / "classes.txt").write_text("dog\nemu\ncat\n4\n")
+    (root / "classes.txt").write_bytes(b"\xef\xbb\xbfdog\r\nemu \ncat\n4\n\n")
     store = open_store(path)
     assert store.classes == ("dog", "emu", "cat", "4") and store.fingerprint != before
     assert read(store, "label") == [0, 2, 0]
     write(path, "path,label\nimg/0.jpg,dog\nimg/1.jpg,4\n")
     assert read(open_store(path), "label") == [0, 3]
+    (root / "classes.txt").write_text("dog\n4\ndog\n")
+    store_refused("classes.txt next to the table has 'dog' 2 times", path)
 
 
 PATTERNS = {
@@ -172,6 +190,18 @@ def test_a_pattern_finds_labels_in_the_names_of_a_folder(
     )
 
 
+def test_a_pattern_takes_all_images_of_a_folder_or_says_which_not(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pattern = r"(?P<label>\d)\."
+    store_refused("no images outside of folders", root, target_column=pattern)
+    for name in ("_2.jpg", "3.jpg", ".4.jpg"):
+        (root / name).write_bytes(b"x")
+    store = open_store(root, target_column=pattern)
+    assert read(store, "label", "name") == [[3, 2], ["3.jpg", "_2.jpg"]]
+    assert "2 samples; left out: 2 in folders" in caplog.text
+
+
 def test_ids_keep_their_zeros(root: Path) -> None:
     (root / "007.jpg").write_bytes(b"7")
     path = write(root / "a.csv", "id\n007\n")
@@ -180,7 +210,9 @@ def test_ids_keep_their_zeros(root: Path) -> None:
 
 def test_paths_are_links(root: Path) -> None:
     (root / "lists").mkdir()
-    rows = ["../img/0.jpg", f"{root}/img/1.jpg", f"file://{root}/img/1.jpg", "0.jpg"]
+    (root / "img" / "1 é.jpg").write_bytes(b"1")
+    uri = (root / "img" / "1 é.jpg").as_uri()
+    rows = ["../img/0.jpg", f"{root}/img/1.jpg", uri, "0.jpg"]
     path = write(root / "lists" / "a.csv", "\n".join(["path", *rows, '""']))
     assert read(open_store(path), "image") == [b"0", b"1", b"1", None, None]
     path = write(root / "lists" / "b.csv", "path\n0.jpg\n")
@@ -236,6 +268,19 @@ WRONG: dict[str, tuple[str, str | bytes, dict[str, str], str]] = {
         {},
         r"the label '1' is not among the names .* classes\.txt next to the table",
     ),
+    "negative numbers and names": (
+        "a.csv",
+        "path,label\na,-1\nb,cat\n",
+        {},
+        r"the label '-1' is not among the names of classes, such as 'cat'",
+    ),
+    "not a number": (
+        "a.csv",
+        "path,label\na,1\nb,nan\n",
+        {},
+        r"the label '1' is not among the names of classes, such as 'nan'",
+    ),
+    "blank label": ("a.csv", "path,label\na,cat\nb, \n", {}, "b has no label"),
     "numbers and names in JSON": (
         "a.jsonl",
         '{"path": "a", "label": 1}\n{"path": "b", "label": "cat"}',
@@ -283,13 +328,16 @@ def test_credentials_in_a_table_are_refused_and_not_shown(root: Path) -> None:
     assert "PASS" not in str(told.value)
 
 
-def test_fields_that_later_rows_add_cost_nothing(root: Path) -> None:
+def test_fields_that_later_rows_add_cost_nothing(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of n rows with n names, pyarrow would make n² values; of deep ones it would overflow the stack."""
     rows = ['{"path": "img/0.jpg"}']
     rows += [f'{{"path": "img/1.jpg", "k{number}": 1}}' for number in range(20_000)]
     rows.append('{"path": "img/0.jpg", "deep": ' + "[" * 10**5 + "]" * 10**5 + "}")
     store = open_store(write(root / "a.jsonl", "\n".join(rows)))
     assert store.schema.names == ["image", "path", "name"] and len(store) == 20_002
+    assert "left out, as the first row lacks them: k0, k1, k10, " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,14 @@ def open_source(address: str | Path, asked: Asked = Asked()) -> Source | None:  
         StoreError: it is damaged, or of a kind or with columns that are not read.
         ConfigError: a library is missing, or the address has credentials.
     """
-    from raypipe.stores.kinds import SOURCES, kind_of, plain  # it knows the formats
+    from raypipe.stores.kinds import (
+        SOURCES,
+        full_address,
+        kind_of,
+    )  # it knows the formats
 
     refuse_credentials(address)
-    text = plain(address)
+    text = full_address(address)
     kind = ""
     with contextlib.suppress(StoreError):  # the store says what is wrong
         kind = kind_of(text)

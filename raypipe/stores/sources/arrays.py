@@ -20,14 +20,18 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
-from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, ColumnValues
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    RENAMED,
+    ColumnValues,
+    others,
+    stored_names,
+)
 from raypipe.stores.sources.format_source import (
     MAX_CHUNK_BYTES,
     Asked,
     Source,
     explained,
-    others,
-    stored_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +104,12 @@ def arrays_source(
             and rows.kind in ("numbers", "bytes", "text")
             and rows.row_bytes < MAX_SAMPLE_BYTES
         ):
-            columns[name.replace("/", ".")] = rows
+            column = name.replace("/", ".")
+            if column in columns:
+                raise StoreError(
+                    f"{where}: two {word}s would be the column {column!r}, {name!r} among them: rename one"
+                )
+            columns[column] = rows
         else:
             left_out.append(f"{name} ({rows})")
     if left_out:
@@ -191,20 +200,22 @@ def _names_of(
     """
     kinds = {name: str(rows) for name, rows in arrays.items()}
     likely = {"image": [name for name in arrays if _split_of(name, _IMAGES)]}
-    images = stored_as(where, kinds, Asked(asked.image, ""), likely, word)["image"]
+    names = asked._asdict()
+    of_images = stored_names(where, kinds, {"image": asked.image}, likely, word)
+    images = of_images["image"]
     split = _split_of(images, _IMAGES)
     labels = {name: _split_of(name, _LABELS) for name in arrays}
     likely["label"] = [
         name for name, found in labels.items() if found and split in (None, found)
     ]
-    for column, name in zip(likely, asked, strict=True):
+    for column, name in names.items():
         if name == column and len(likely[column]) > 1:
             listed = ", ".join(f"{array} ({kind})" for array, kind in kinds.items())
             raise StoreError(
                 f"{where} has several {word}s that may be the {column}s: set store.{RENAMED[column]}; its "
                 f"{word}s are {listed:.1000}"
             )
-    return stored_as(where, kinds, asked, likely, word)
+    return stored_names(where, kinds, names, likely, word)
 
 
 def _split_of(name: str, usual: set[str]) -> str | None:

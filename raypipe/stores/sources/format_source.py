@@ -6,10 +6,7 @@ import contextlib
 import io
 from collections.abc import (
     Collection,
-    Iterable,
     Iterator,
-    Mapping,
-    Sequence,
 )
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,7 +17,7 @@ from raypipe.packages import to_install
 from raypipe.storage.files import open_input, read_json
 from raypipe.storage.filesystem import join_address, open_filesystem, split_address
 from raypipe.storage.retries import error_reason
-from raypipe.stores.base import RENAMED, ColumnValues, missing
+from raypipe.stores.base import RENAMED, ColumnValues
 
 MAX_CHUNK_BYTES = 32 << 20
 """Bytes of rows that are read at a time."""
@@ -120,45 +117,6 @@ def beside(address: str, name: str) -> str:
     """Return the address of a file next to another."""
     folder, _ = split_address(address)
     return join_address(folder, name) if folder else name
-
-
-def stored_as(
-    where: str,
-    present: Mapping[str, str],
-    asked: Asked,
-    usual: Mapping[str, Sequence[str]],
-    word: str = "column",
-) -> dict[str, str]:
-    """Return `image`, and `label` if there is one, → its name in the format.
-
-    Args:
-        present: names → their kinds, for the error.
-        usual: `image` and `label` → the usual names, the likeliest first.
-        word: the format's word for a column.
-
-    Raises:
-        StoreError: there is no such column, or no usual one of images.
-    """
-    names: dict[str, str] = {}
-    for column, name in asked._asdict().items():
-        if not name:
-            continue
-        candidates = [name, *usual.get(column, ())] if name == column else [name]
-        stored = next(
-            (candidate for candidate in candidates if candidate in present), None
-        )
-        if stored is not None:
-            names[column] = stored
-        elif name != "label":
-            raise StoreError(missing(where, name, present, RENAMED[column], word))
-    return names
-
-
-def others(present: Iterable[str], names: Mapping[str, str]) -> list[str]:
-    """Return the columns of a format besides image and label, by the result of `stored_as`."""
-    return [
-        name for name in present if name not in names.values() and name not in RENAMED
-    ]
 
 
 def check_unasked(kind: str, asked: Asked, *usual: str) -> None:

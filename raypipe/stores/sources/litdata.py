@@ -29,7 +29,7 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import Shard, decompressed, shards_source, stored
+from raypipe.stores.sources.shards import ShardFile, decompressed, shards_source, stored
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")
@@ -58,7 +58,7 @@ def open_litdata(address: str, asked: Asked) -> Source:
             if config.get("compression_level") == "batch":
                 unpack = _of_frames
         chunks = [
-            Shard(str(chunk["filename"]), int(chunk["chunk_size"]), sizes, unpack)
+            ShardFile(str(chunk["filename"]), int(chunk["chunk_size"]), sizes, unpack)
             for chunk in index["chunks"]
         ]
         return shards_source(address, encodings, chunks, asked)

@@ -21,7 +21,7 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import Shard, decompressed, shards_source
+from raypipe.stores.sources.shards import ShardFile, decompressed, shards_source
 
 
 def open_mds(address: str, asked: Asked) -> Source:
@@ -52,11 +52,11 @@ def _columns(shard: dict[str, Any]) -> list[Any]:
     return [shard[f"column_{field}"] for field in ("names", "encodings", "sizes")]
 
 
-def _shard(shard: dict[str, Any]) -> Shard:
+def _shard(shard: dict[str, Any]) -> ShardFile:
     raw = shard["raw_data"]
     packed = shard.get("zip_data")
     codec = str(shard["compression"]) if packed else ""
-    return Shard(
+    return ShardFile(
         str((packed or raw)["basename"]),
         int(shard["samples"]),
         [int(size) if size else None for size in shard["column_sizes"]],

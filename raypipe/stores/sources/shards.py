@@ -32,16 +32,14 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.storage.read_limit import check_read, read_limit
-from raypipe.stores.base import RENAMED, ColumnValues
+from raypipe.stores.base import RENAMED, ColumnValues, others, stored_names
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     Asked,
     Source,
     explained,
     opened,
-    others,
     size_of,
-    stored_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ _PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
 Decode = Callable[[bytes], Any]
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """A file of samples, by its index.
 
     Attributes:
@@ -88,7 +86,7 @@ class Value(NamedTuple):
 
 
 def shards_source(
-    folder: str, encodings: Mapping[str, str], shards: Sequence[Shard], asked: Asked
+    folder: str, encodings: Mapping[str, str], shards: Sequence[ShardFile], asked: Asked
 ) -> Source:
     """Return the samples of a folder of shards, by the encoding of each of their values."""
     values = values_of(folder, encodings, asked)
@@ -109,7 +107,7 @@ def values_of(
     Raises:
         StoreError: there is no image, or image or label has an encoding that is not read.
     """
-    names = stored_as(where, encodings, asked, _USUAL)
+    names = stored_names(where, encodings, asked._asdict(), _USUAL)
     names |= {name: name for name in others(encodings, names)}
     positions = {name: position for position, name in enumerate(encodings)}
     values: dict[str, Value] = {}
@@ -131,7 +129,7 @@ def values_of(
 
 
 def _samples(
-    folder: str, shards: Sequence[Shard], values: Mapping[str, Value]
+    folder: str, shards: Sequence[ShardFile], values: Mapping[str, Value]
 ) -> Iterator[ColumnValues]:
     for shard in shards:
         where = join_address(folder, shard.name)
@@ -168,7 +166,7 @@ def _offsets(where: str, num_samples: int, content: bytes) -> np.ndarray:
     return table[1:]
 
 
-def _content(folder: str, shard: Shard) -> bytes:
+def _content(folder: str, shard: ShardFile) -> bytes:
     """Return the bytes of a shard.
 
     Raises:

@@ -26,7 +26,12 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, ColumnValues
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    ColumnValues,
+    others,
+    stored_names,
+)
 from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     NUM_PROBED,
@@ -35,9 +40,7 @@ from raypipe.stores.sources.format_source import (
     beside,
     library,
     opened,
-    others,
     size_of,
-    stored_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -105,9 +108,12 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     paths = [file.address for file in list_files(address, is_tfrecord, "TFRecord")]
     probed = _probe(address, itertools.chain.from_iterable(map(_records, paths)))
     kinds = {name: _kind_of(traits) for name, traits in sorted(probed.items())}
-    names = stored_as(paths[0], kinds, asked, _USUAL)
+    names = stored_names(paths[0], kinds, asked._asdict(), _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
+    label = names.get("label", "")
+    if kinds.get(label) == "numbers, or none":
+        kinds[label] = "numbers"  # NaN would be no label
     _check_images(paths[0], names["image"], probed[names["image"]])
     left_out = [
         name for name in others(kinds, names) if kinds[name] == "lists of bytes"
@@ -118,7 +124,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
             address,
             ", ".join(left_out),
         )
-    if names.get("label") == _COUNTED_FROM_1:
+    if label == _COUNTED_FROM_1:
         logger.warning(
             "%s: labels are kept as they are stored; in TF-Slim's ImageNet %r begins at 1",
             address,
@@ -128,7 +134,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     columns = {column: (name, kinds[name]) for column, name in names.items()}
     records = itertools.chain.from_iterable(map(_records, paths))
     samples = _samples(records, columns, set(kinds))
-    return Source(samples, _classes_of(paths[0], names.get("label", "")))
+    return Source(samples, _classes_of(paths[0], label))
 
 
 def _traits_of(values: Sequence[Any], features: Mapping[str, list[Any]]) -> set[Any]:

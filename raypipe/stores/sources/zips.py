@@ -78,6 +78,9 @@ def open_zips(address: str, asked: Asked) -> Source:
             _check(path, archive.infolist())
             zips.append(_Zip(path, archive))
     indexed = index_tars(paths, [_scan(zipped, asked) for zipped in zips], asked.label)
+    if not asked.label:
+        indexed.columns.pop("label", None)
+        indexed = indexed._replace(classes=None)
     num_samples = sum(indexed.nums)
     tell_left_out(address, num_samples, indexed.left_out, *indexed.told)
     source = Source(_samples(zips, indexed), indexed.classes, num_samples)

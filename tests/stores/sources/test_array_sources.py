@@ -178,6 +178,11 @@ def test_hdf5_follows_nothing_out_of_its_file(tmp_path: Path) -> None:
     source_refused("'v' is in other files", tmp_path / "a.h5", "v")
 
 
+def test_hdf5_of_two_data_sets_for_one_column_is_refused(tmp_path: Path) -> None:
+    file = write_hdf5(tmp_path / "a", {"x": PIXELS, "a/b": LABELS, "a.b": LABELS})
+    source_refused(r"two data sets would be the column 'a\.b'", file)
+
+
 # Pickles
 
 

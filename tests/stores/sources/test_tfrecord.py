@@ -119,6 +119,12 @@ def test_other_names_of_image_and_label(tmp_path: Path) -> None:
     )
 
 
+def test_a_label_that_is_missing_is_no_number(tmp_path: Path) -> None:
+    records = [example(image=b"x", label=1), example(image=b"x")]
+    rows = source_rows(write(tmp_path / "a.tfrecord", *records))
+    assert [row["label"] for row in rows] == [1, None]
+
+
 def test_a_feature_that_becomes_several_values_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,12 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
     ]
 
 
+def test_no_target_is_no_label(tmp_path: Path) -> None:
+    folders = write(tmp_path / "a.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
+    source, rows = opened(folders, "")
+    assert source.classes is None and rows[0] == {"image": b"1", "name": "cat/1.jpg"}
+
+
 # What is refused, by name
 
 

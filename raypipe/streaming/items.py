@@ -35,7 +35,7 @@ from raypipe.transform.process_state import (
 )
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, loaded
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Datasets:
     @functools.cached_property
     def opened(self) -> list[Any]:
         """The Datasets, as this process has them."""
-        return self.given or cloudpickle.loads(self._pickled)
+        return self.given or loaded(self._pickled)
 
     def copied(self) -> _Datasets:
         """Return the same Datasets with other objects, as another process has them."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,42 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
                 assert alone.equal(batch.collated[row]), index
                 drawn |= {float(alone[0])} if alone[0] % 1 else set()
     assert len(drawn) == 3 * 3
+
+
+_GENERATOR = np.random.default_rng()
+_SHIFT = 0
+
+
+class OfScript(Told):
+    """Its code uses globals of its script."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + _SHIFT + _GENERATOR.random()
+
+
+@pytest.fixture
+def as_script() -> Iterator[None]:
+    """Classes of this module are pickled as those of a script or a notebook."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("as_script")
+def test_a_class_of_a_script_keeps_its_methods_and_what_they_refer_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = OfScript.__getitem__
+    made = dict[int, set[float]]()
+    for size in (1, 4):
+        plan = PlanConfig(epochs=1, micro_batch_size=size, seed=3)
+        for batch in batches(stream(OfScript(), plan=plan)):
+            for index, item in zip(batch.index.tolist(), batch.collated, strict=True):
+                made.setdefault(index, set()).add(float(item[0]))
+    assert len(made) == 40 and all(len(values) == 1 for values in made.values())
+    assert OfScript.__getitem__ is method
+    monkeypatch.setattr(sys.modules[__name__], "_SHIFT", 1000)
+    assert OfScript()[0][0] >= 1000
 
 
 def test_a_nest_outlives_the_slot_of_the_ring_that_it_came_in() -> None:

@@ -183,7 +183,7 @@ class _Pickler(pickle.Pickler):
         torch = self._torch
         if torch is None or not isinstance(value, torch.Tensor):
             return None
-        if value.layout is not torch.strided:
+        if not _is_strided(value):
             return None
         as_bytes = bytes_of_tensor(value)
         start = _append(self.tensors, as_bytes)
@@ -264,8 +264,11 @@ def bytes_of_tensor(tensor: torch.Tensor) -> np.ndarray:
             f"a tensor on {tensor.device}, and actors have no such device: make it on the CPU, from where raypipe "
             "moves batches to the device of the rank"
         )
-    values = tensor.detach().as_subclass(torch.Tensor).contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
+    values = tensor.detach().as_subclass(torch.Tensor)
+    values = values.resolve_conj().resolve_neg().contiguous()
+    # a single value may have any stride
+    flat = values.as_strided((values.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
 
 
 def _append(parts: list[np.ndarray], values: np.ndarray) -> int:
@@ -313,13 +316,21 @@ def _bytes_of_stack(batch: Sequence[Any]) -> int:
     if any(type(values) is not torch.Tensor for values in batch):
         return -1
     first = batch[0]
-    is_unusual = first.is_nested or first.is_quantized or first.is_complex()
-    if is_unusual or first.layout != torch.strided or first.device.type != "cpu":
+    is_plain_kind = _is_strided(first) and not first.is_complex()
+    if not is_plain_kind or first.device.type != "cpu":
         return -1
     kind = _kind_of(first)
     if any(values.requires_grad or _kind_of(values) != kind for values in batch):
         return -1
     return len(batch) * first.numel() * first.element_size() or -1
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose values are all that is in it, besides dtype and shape."""
+    import torch
+
+    is_whole = not (tensor.is_nested or tensor.is_quantized)
+    return is_whole and tensor.layout == torch.strided
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -47,6 +47,9 @@ def through(nest: Any) -> Any:
         torch.ones(3, dtype=torch.bfloat16),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.arange(5.0)[None][:, 4],  # the class of a single box
+        torch.tensor([1 + 2j]).conj().imag,
         torch.ones(2, requires_grad=True),
     ],
 )
@@ -69,6 +72,15 @@ def test_tensors_come_back_with_their_dtypes_and_shapes(tensor: torch.Tensor) ->
 def test_other_values_come_back_with_their_types(nest: Any) -> None:
     again = through(nest)
     assert again == nest and type(again) is type(nest)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_and_nested_tensors_come_back_whole() -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    one, other = through([quantized, nested])
+    assert one.q_zero_point() == 3 and torch.equal(one.dequantize(), torch.arange(4.0))
+    assert [part.tolist() for part in other.unbind()] == [[1, 1], [1, 1, 1]]
 
 
 def test_arrays_stay_arrays_and_can_be_written_to() -> None:

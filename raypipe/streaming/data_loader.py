@@ -9,8 +9,10 @@ A position is counted in samples, so a state continues with any batch size and n
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,8 +70,8 @@ class DataLoader:
         batch_size: of each rank.
         shuffle, drop_last: as torch has them. Without drop_last, the last batches of all ranks have as many items,
             for which fewer than W items come twice.
-        sampler: one of torch's, of all items; it is iterated once in an epoch, under the epoch's seed. Or what
-            `plan.sampler` may be.
+        sampler: one of torch's, of all items; it is iterated once in an epoch, under the epoch's seed, which the
+            initial seed of its generator changes. Or what `plan.sampler` may be.
         num_workers: most actors; 0 = this process makes the items, without Ray.
         collate_fn: makes a batch of items, in the actor; None = torch's default_collate.
         pin_memory: put batches on the current CUDA device, through pinned memory; see `device`.
@@ -318,7 +320,7 @@ def _check_dataset(dataset: Any) -> None:
 def _agreed_seed(
     generator: torch.Generator | None, sampler: Any, world_size: int
 ) -> int:
-    """Return rank 0's seed, in [0, 2^64), with the seed that a DistributedSampler has."""
+    """Return rank 0's seed, in [0, 2^64), with the seed that a sampler has of its own."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
     if world_size > 1 and processes() is None:
         raise ConfigError(
@@ -327,8 +329,12 @@ def _agreed_seed(
         )
     if world_size > 1:
         seed = from_rank_zero(seed)
-    own = getattr(sampler, "seed", 0)
-    if type(sampler) is data.DistributedSampler and own:
+    own = 0
+    if type(sampler) is data.DistributedSampler:
+        own = sampler.seed
+    elif isinstance(getattr(sampler, "generator", None), torch.Generator):
+        own = sampler.generator.initial_seed()
+    if own:
         return int(derive_keys(1, seed, Domain.TORCH_SAMPLER, own)[0])
     return seed
 
@@ -348,11 +354,20 @@ def _order_of(sampler: Any, num_items: int, world_size: int) -> dict[str, Any]:
             f"the {kind.__name__} has the order of one of {num_ranks} ranks, and raypipe.DataLoader shares one "
             f"order among all {world_size}: give a sampler of all items, or leave it out"
         )
+    if is_shared and len(sampler.dataset) != num_items:
+        raise ConfigError(
+            f"the DistributedSampler is of a dataset of {len(sampler.dataset)} items, and that of "
+            f"raypipe.DataLoader has {num_items}: make it of the same one, or leave it out"
+        )
     shuffles = {data.SequentialSampler: False, data.RandomSampler: True}
     is_whole = kind in shuffles and len(sampler) == num_items
     if is_shared or (is_whole and not getattr(sampler, "replacement", False)):
         is_shuffled = sampler.shuffle if is_shared else shuffles[kind]
         return {"shuffle": "global" if is_shuffled else "off"}
+    if kind in shuffles:
+        # only the length of its dataset counts, which would travel with the plan
+        sampler = copy.copy(sampler)
+        sampler.data_source = range(len(sampler.data_source))
     # a new class, since a fingerprint holds no object, but its draws
     return {"sampler": type(kind.__name__, (ListedOrder,), {"given": sampler})}
 
@@ -395,7 +410,8 @@ class ListedOrder:
                 seed_process(k0, k1)
                 with ReachedGenerators(self.given).keyed((k0, k1)):
                     # one epoch at a time, so that the check of a sampler sees whether it comes again
-                    lists = self._lists = {epoch: np.array(list(self.given), np.int64)}
+                    listed = list(map(operator.index, self.given))
+                    lists = self._lists = {epoch: np.array(listed, np.int64)}
         return lists[epoch]
 
     def __getstate__(self) -> dict[str, object]:

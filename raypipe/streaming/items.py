@@ -152,9 +152,12 @@ class DatasetItems:
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     def __deepcopy__(self, memo: Any) -> DatasetItems:
-        """A copy with other objects, as another process has them."""
+        """A copy with other objects, as another process has them; itself in a process that is prepared, once."""
+        if self._prepare is not None and not self._datasets.given:
+            return self
         copy = DatasetItems("")
         copy.__dict__ |= self.__getstate__()
+        copy._prepare = None
         copy._datasets = self._datasets.copied()
         copy.collate = copied(self.collate)
         return copy

@@ -249,9 +249,12 @@ def test_items_that_do_not_go_together_are_named() -> None:
     assert "equal size" in str(raised.value) and " 8 " in str(raised.value)
 
 
-def test_state_from_item_to_item_is_found() -> None:
-    with pytest.raises(ConfigError, match="Counts does not make the same"):
-        batches(stream(Counts()))
+@pytest.mark.parametrize("prepare", [None, abs])
+def test_state_from_item_to_item_is_found(prepare: Any) -> None:
+    items = DatasetItems(Counts(), prepare=prepare)
+    for each in (items, cloudpickle.loads(cloudpickle.dumps(items))):
+        with pytest.raises(ConfigError, match="Counts does not make the same"):
+            batches(stream(each))
 
 
 class Tells(Told):
@@ -315,20 +318,25 @@ def test_a_dataset_by_name_is_made_in_each_process() -> None:
         assert torch.equal(one.collated, two.collated)
 
 
-def test_a_copy_of_a_dataset_is_prepared_and_known_as_a_workers(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_process_is_prepared_once_and_never_that_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    prepared: list[Any] = []
+    log = tmp_path / "prepared"
 
     def prepare(number: int) -> None:
-        prepared.append((number, get_worker_info().dataset))  # type: ignore[union-attr]
+        with log.open("a") as file:
+            file.write(str(number))
 
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
-    items = DatasetItems(Told(), prepare=prepare)
-    assert isinstance(items.dataset, Told) and not prepared
-    copies = [copy.deepcopy(items) for _ in range(2)]
-    opened = [(0, each.dataset) for each in copies for _ in range(2)]
-    assert prepared == opened[::2]
+    items = DatasetItems(Noisy(), prepare=prepare)
+    assert isinstance(items.dataset, Noisy)
+    batches(stream(items))  # its check makes items with a copy
+    assert not log.exists() and get_worker_info() is None
+    elsewhere = cloudpickle.loads(cloudpickle.dumps(items))
+    assert not log.exists()
+    batches(stream(elsewhere))
+    assert log.read_text() == "0"
+    assert get_worker_info().dataset is elsewhere.dataset  # type: ignore[union-attr]
 
 
 def test_two_parts_of_one_dataset_share_it_wherever_they_are_opened() -> None:

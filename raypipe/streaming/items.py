@@ -199,8 +199,8 @@ class ItemMaker:
 
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
-        """The generators of the Dataset, which is opened for its first item."""
-        return ReachedGenerators(self._items.dataset)
+        """The generators of the Dataset, which is opened for its first item, and of the collate function."""
+        return ReachedGenerators((self._items.dataset, self._items.collate))
 
     def weaken(self, strength: float) -> None:
         """Do nothing: a Dataset has no strength."""

@@ -222,11 +222,21 @@ def test_whatever_is_read_by_index_is_a_dataset(dataset: Any) -> None:
         assert torch.equal(batch.collated, torch.stack(expected))
 
 
-def test_collate_fn_draws_under_the_seed_of_its_micro_batch() -> None:
-    def mixed(items: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(items) + torch.rand(())
+def mixed(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + torch.rand(())
 
-    first, second = (batches(stream(Told(), collate_fn=mixed)) for _ in range(2))
+
+class Mixes:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self, items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(items) + self.rng.random()
+
+
+@pytest.mark.parametrize("collate_fn", [mixed, Mixes()])
+def test_collate_fn_draws_under_the_seed_of_its_micro_batch(collate_fn: Any) -> None:
+    first, second = (batches(stream(Told(), collate_fn=collate_fn)) for _ in range(2))
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one.collated, two.collated)
     assert len({batch.collated[0, 0].item() % 1 for batch in first}) == len(first)

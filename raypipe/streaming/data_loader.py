@@ -111,12 +111,7 @@ class DataLoader:
         in_order: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        values = batch_sampler, timeout, multiprocessing_context
-        for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
-            if value:
-                raise ConfigError(
-                    f"raypipe.DataLoader: {name} has no meaning here: {instead}"
-                )
+        _check_refused(batch_sampler, timeout, multiprocessing_context)
         _check_dataset(dataset)
         if sampler is not None and shuffle:
             raise ConfigError(
@@ -138,15 +133,9 @@ class DataLoader:
             "prefetch_factor", prefetch_factor or 2, AtLeast1
         )
         if device is None and pin_memory and torch.cuda.is_available():
-            device = pin_memory_device or torch.device(
-                "cuda", torch.cuda.current_device()
-            )
+            current = torch.cuda.current_device()
+            device = pin_memory_device or torch.device("cuda", current)
         self._device = device
-        self._pool = PoolConfig(engine="inline")
-        if self.num_workers:
-            # worker_init_fn is for other processes than this one
-            head_start = -1 if worker_init_fn is None else 0
-            self._pool = PoolConfig(max_actors=self.num_workers, head_start=head_start)
         self._rank, self._world_size = share_of()[:2]
         self._start: Cursor | None = None
         self._own_collate = collate_fn
@@ -184,6 +173,14 @@ class DataLoader:
         prepare = self.worker_init_fn if self.num_workers else None
         items = DatasetItems(self.dataset, collate_fn, prepare)
         return raypipe.open_stream(items, plan=plan, pool=self._pool)
+
+    @property
+    def _pool(self) -> PoolConfig:
+        if not self.num_workers:
+            return PoolConfig(engine="inline")
+        # worker_init_fn is for other processes than this one
+        head_start = -1 if self.worker_init_fn is None else 0
+        return PoolConfig(max_actors=self.num_workers, head_start=head_start)
 
     def __len__(self) -> int:
         """Return the batches of an epoch that this rank gets."""
@@ -296,6 +293,15 @@ class _Epochs(PlainLoader):
             self._shared.go_to(epoch, 0)
 
 
+def _check_refused(*values: Any) -> None:
+    """Raise ConfigError for an argument that is given, of those of `_REFUSED`, in their order."""
+    for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
+        if value:
+            raise ConfigError(
+                f"raypipe.DataLoader: {name} has no meaning here: {instead}"
+            )
+
+
 def _checked(name: str, value: object, kind: Any) -> Any:
     return check(f"raypipe.DataLoader: {name}", value, kind)
 
@@ -322,12 +328,12 @@ def _agreed_seed(
 ) -> int:
     """Return rank 0's seed, in [0, 2^64), with the seed that a sampler has of its own."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
-    if world_size > 1 and processes() is None:
-        raise ConfigError(
-            f"a launcher started {world_size} processes, which have to agree on the seed: call "
-            "torch.distributed.init_process_group() before raypipe.DataLoader"
-        )
     if world_size > 1:
+        if processes() is None:
+            raise ConfigError(
+                f"a launcher started {world_size} processes, which have to agree on the seed: call "
+                "torch.distributed.init_process_group() before raypipe.DataLoader"
+            )
         seed = from_rank_zero(seed)
     own = 0
     if type(sampler) is data.DistributedSampler:

@@ -19,7 +19,7 @@ import numpy as np
 from ray import cloudpickle
 
 from raypipe.errors import ConfigError
-from raypipe.importing import import_name
+from raypipe.importing import import_name, raised_at
 from raypipe.stores.base import Columns
 from raypipe.stores.indexed import index_in
 from raypipe.transform.columns import CLASS
@@ -28,14 +28,13 @@ from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, pa
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import Packer
 from raypipe.transform.process_state import (
-    drawn,
     next_draws,
     seed_cheaply,
     seed_for_item,
 )
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, loaded
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, unpickled
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class _Datasets:
     @functools.cached_property
     def opened(self) -> list[Any]:
         """The Datasets, as this process has them."""
-        return self.given or loaded(self._pickled)
+        return self.given or unpickled(self._pickled)
 
     def copied(self) -> _Datasets:
         """Return the same Datasets with other objects, as another process has them."""
@@ -200,6 +199,7 @@ class ItemMaker:
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
         """The generators of the Dataset, which is opened for its first item, and of the collate function."""
+        importlib.import_module("torch")  # so that its generator is seeded
         return ReachedGenerators((self._items.dataset, self._items.collate))
 
     def weaken(self, strength: float) -> None:
@@ -232,15 +232,14 @@ class ItemMaker:
 
     def _made(self, indices: Sequence[int], keys: Sequence[Key]) -> list[Any]:
         """Make items up to one that fails; again, if they turn out to draw from what is costly to seed."""
-        make = functools.partial(self._until_one_fails, indices, keys)
         if not self._seeds_all:
             seed_for_item(0, 0)
             expected = next_draws()
             seed_for_item(0, 0)
-            items = drawn(make)
+            items = self._until_one_fails(indices, keys)
             self._seeds_all = next_draws() != expected
         if self._seeds_all:
-            items = drawn(make)
+            items = self._until_one_fails(indices, keys)
         return items
 
     def _until_one_fails(
@@ -262,7 +261,7 @@ class ItemMaker:
         """Make an item; raises TransformError if the Dataset fails on it."""
         index = index_in(samples.images[row])
         with failing(f"{self._items.name}[{index}]"):
-            item = drawn(lambda: self._item(index, key))
+            item = self._item(index, key)
             if not self._is_settled:
                 self._is_settled = True
                 if self._reached.look():
@@ -301,7 +300,6 @@ class ItemMaker:
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:
-            importlib.import_module("torch")  # so that its generator is seeded
             with self._reached.kept():
                 self._seed(key)
                 return self._collate(items)
@@ -313,16 +311,19 @@ class ItemMaker:
     def _why_not(
         self, items: Sequence[Any], index: np.ndarray, error: Exception
     ) -> str:
-        """Say which item does not go with the first one of its micro-batch."""
+        """Say which item does not go with the first one of its micro-batch, if that goes with itself."""
         odd = ""
-        for number in range(1, len(items)):
+        remedy = "give a collate_fn that takes such items"
+        for number in range(len(items)):
             with contextlib.suppress(Exception):
                 self._collate([items[0], items[number]])
                 continue
-            odd = f", where item {index[number]} does not go with item {index[0]}"
+            if number:
+                odd = f", where item {index[number]} does not go with item {index[0]}"
+                remedy = "let the Dataset make items of one shape, or give a collate_fn that pads them"
             break
         words = " ".join(str(error).split())
         return (
-            f"collate_fn cannot join items of {self._items.name}{odd}: {type(error).__name__}: {words:.500}; let "
-            "the Dataset make items of one shape, or give a collate_fn that pads them"
+            f"collate_fn cannot join items of {self._items.name}{odd}: {type(error).__name__} at "
+            f"{raised_at(error)}: {words:.500}; {remedy}"
         )

@@ -72,7 +72,9 @@ def open_items(
     Raises:
         ConfigError: a Dataset cannot be read by index, or sent to the actors; or a setting is for stores.
     """
-    _check_transform(transform)
+    defaults = vars(TransformConfig()).items()
+    of_stores = {name: value for name, value in defaults if name not in _FOR_ITEMS}
+    check_for_items("transform.", vars(transform), of_stores)
     items: dict[Split, DatasetItems] = {"train": items_of(train, "train", collate_fn)}
     stores: dict[Split, IndexStore] = {"train": _store_of(items["train"])}
     if val is None and "val" in take:
@@ -94,22 +96,21 @@ def open_items(
     }
 
 
-def check_arguments(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of `open_stream` that is for stores, and that a Dataset does itself."""
+def check_for_items(
+    place: str, values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError for a setting that is for stores, and that a Dataset does itself.
+
+    Args:
+        place: begins the settings' names in the message.
+        values: settings by name, and others.
+        defaults: those that are for stores.
+    """
     for name, default in defaults.items():
-        if arguments[name] != default:
+        if values[name] != default:
             raise ConfigError(
-                f"raypipe.open_stream: {name} is for stores, and a Dataset makes its items itself: do it in "
-                "__getitem__, or in collate_fn"
-            )
-
-
-def _check_transform(transform: TransformConfig) -> None:
-    default = TransformConfig()
-    for name, value in vars(transform).items():
-        if name not in _FOR_ITEMS and value != getattr(default, name):
-            raise ConfigError(
-                f"transform.{name} is for stores, and a Dataset makes its items itself: do it in __getitem__"
+                f"{place}{name} is for stores, and a Dataset makes its items itself: do it in __getitem__, or in "
+                "collate_fn"
             )
 
 

@@ -22,7 +22,7 @@ from raypipe.errors import ConfigError
 from raypipe.importing import loaded_module
 from raypipe.transform.block_memory import reused_memory
 from raypipe.transform.fields import Field, Ragged
-from raypipe.transform.user_code import loaded
+from raypipe.transform.user_code import unpickled
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors = tensors
         # a copy, so that arrays can be written to
         self._arrays = np.frombuffer(bytearray(arrays), np.uint8)
-        self._classes = loaded(classes) if classes else []
+        self._classes = unpickled(classes) if classes else []
 
     def persistent_load(self, pid: Any) -> Any:
         kind, start, name, shape, more = pid

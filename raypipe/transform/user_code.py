@@ -110,7 +110,7 @@ def _fill_if_new(fill: Any, made: type, state: Any) -> type:
     return fill(made, state)
 
 
-def loaded(pickled: bytes) -> Any:
+def unpickled(pickled: bytes) -> Any:
     """Load what cloudpickle has written; classes that this process has stay as they are."""
     return _Unpickler(io.BytesIO(pickled)).load()
 

@@ -253,6 +253,18 @@ def test_a_failing_item_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> Non
         batches(stream(Told(bad=[5]), transform=TransformConfig(max_bad_fraction=0)))
 
 
+def test_a_collate_fn_that_fails_on_any_item_is_not_a_fault_of_two() -> None:
+    def joined(items: list[Any]) -> Any:
+        raise KeyError("boxes")
+
+    with pytest.raises(ConfigError, match=r"KeyError at .*test_items.py:\d+ in joined"):
+        batches(stream(Told(), collate_fn=joined))
+    problem = "NoneType.*give a collate_fn that takes such items"
+    with pytest.raises(ConfigError, match=problem) as raised:
+        batches(stream([None] * 40))
+    assert "does not go with" not in str(raised.value)
+
+
 def test_items_that_do_not_go_together_are_named() -> None:
     with pytest.raises(ConfigError, match=r"item \d+ does not go with item") as raised:
         batches(stream(Told(odd=[8])))
@@ -260,7 +272,10 @@ def test_items_that_do_not_go_together_are_named() -> None:
 
 
 @pytest.mark.parametrize("prepare", [None, abs])
-def test_state_from_item_to_item_is_found(prepare: Any) -> None:
+def test_state_from_item_to_item_is_found(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
     items = DatasetItems(Counts(), prepare=prepare)
     for each in (items, cloudpickle.loads(cloudpickle.dumps(items))):
         with pytest.raises(ConfigError, match="Counts does not make the same"):

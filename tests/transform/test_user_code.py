@@ -22,7 +22,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.user_code import loaded
+from raypipe.transform.user_code import unpickled
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """
@@ -52,13 +52,13 @@ def test_a_class_that_a_process_has_stays_as_it_is() -> None:
             return 1
 
     method = Mine.number
-    again = loaded(cloudpickle.dumps([Mine(), Mine]))
+    again = unpickled(cloudpickle.dumps([Mine(), Mine]))
     assert type(again[0]) is again[1] is Mine and Mine.number is method
     anew = "from ray import cloudpickle; print(cloudpickle.dumps(type('New', (), {'a': 5})))"
     printed = subprocess.run(
         [sys.executable, "-c", anew], capture_output=True, text=True, check=True
     )
-    kind = loaded(ast.literal_eval(printed.stdout))
+    kind = unpickled(ast.literal_eval(printed.stdout))
     assert kind.__name__ == "New" and kind().a == 5
 
 

@@ -32,6 +32,7 @@ from raypipe.progress import print_progress
 from raypipe.rayext.agreement import from_rank_zero, processes
 from raypipe.section import check
 from raypipe.streaming.items import Collate, DatasetItems
+from raypipe.streaming.open_items import check_has_index
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.recognized import recognized
@@ -308,12 +309,7 @@ def _checked(name: str, value: object, kind: Any) -> Any:
 
 def _check_dataset(dataset: Any) -> None:
     """Raise ConfigError unless it is a map-style Dataset."""
-    if isinstance(dataset, data.IterableDataset):
-        raise ConfigError(
-            f"{type(dataset).__name__} is an IterableDataset, whose items have no index: "
-            "raypipe.convert(dataset, 'train.lmdb') makes a store of it, for raypipe.open_stream; or give a "
-            "Dataset with __getitem__ and __len__"
-        )
+    check_has_index(dataset)
     kind = type(dataset)
     is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     if issubclass(kind, str) or not is_indexed:

@@ -44,13 +44,18 @@ def items_of(dataset: Any, argument: str, collate: Any) -> DatasetItems:
             f"raypipe.open_stream: {argument} is a {type(dataset).__name__}, and the other split is a Dataset: "
             "give both as Datasets, or both as stores"
         )
+    check_has_index(dataset)
+    return DatasetItems(dataset, collate)
+
+
+def check_has_index(dataset: Any) -> None:
+    """Raise ConfigError for an IterableDataset."""
     if _is_iterable(dataset):
         raise ConfigError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index, and so no seed and no "
             "place to resume at: give it __getitem__ and __len__, or write it as a store with "
-            "raypipe.convert(dataset, 'train.lmdb')"
+            "raypipe.convert(dataset, 'train.lmdb'), for raypipe.open_stream"
         )
-    return DatasetItems(dataset, collate)
 
 
 def _is_iterable(dataset: Any) -> bool:

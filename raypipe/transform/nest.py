@@ -112,13 +112,6 @@ class Packer:
         return stacked
 
 
-def pack(
-    nest: Any, dump: Callable[[Any], bytes] = lambda classes: b""
-) -> dict[str, np.ndarray | Ragged]:
-    """Return one nest as fields of a micro-batch, see `Packer`."""
-    return Packer(dump).pack(nest)
-
-
 def unpack(fields: Mapping[str, Any]) -> Any:
     """Return the nest of a batch's fields: its tensors are views of `nest.tensors`, on any device."""
     pickled, arrays, _ = fields[FORM]
@@ -135,7 +128,7 @@ def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
 
 
 def _content(nest: Any) -> list[bytes]:
-    fields: dict[str, Any] = pack(nest)
+    fields: dict[str, Any] = Packer().pack(nest)
     return [*fields[FORM].unpacked()[:2], fields[TENSORS].tobytes()]
 
 

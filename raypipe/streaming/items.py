@@ -26,7 +26,7 @@ from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
-from raypipe.transform.nest import Packer
+from raypipe.transform.nest import Packer, difference
 from raypipe.transform.process_state import (
     next_draws,
     seed_cheaply,
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 ITEM = "item"
 # a collate function must not draw the numbers of its first item
 _OF_COLLATE = 0x9E3779B97F4A7C15
+_NUM_CHECKED = 4  # items that show whether it keeps state
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch, any nest, of B items."""
@@ -193,6 +194,7 @@ class ItemMaker:
         self._packer = Packer(cloudpickle.dumps)
         self._collate = items.collate or self._packer.collate
         self._is_settled = False
+        self._is_collate_checked = items.collate is None
         # whether an item has drawn from the generators that are costly to seed
         self._seeds_all = False
 
@@ -295,18 +297,42 @@ class ItemMaker:
         if items:
             k0, k1 = key
             collate_key = (k0 ^ _OF_COLLATE, k1)
-            nest = self._collated(items, out.index[rows][counts], collate_key)
+            index = out.index[rows][counts]
+            nest = self._collated(items, index, collate_key)
+            if not self._is_collate_checked:
+                self._is_collate_checked = True
+                self._check_collate(index[:_NUM_CHECKED].tolist(), collate_key)
         return fields | self._packer.pack(nest)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:
-            with self._reached.kept():
-                self._seed(key)
-                return self._collate(items)
+            return self._joined(items, key)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise ConfigError(self._why_not(items, index, error)) from error
+
+    def _joined(self, items: list[Any], key: Key) -> Any:
+        with self._reached.kept():
+            self._seed(key)
+            return self._collate(items)
+
+    def _check_collate(self, indices: Sequence[int], key: Key) -> None:
+        """Raise ConfigError if a collate function makes something else of the same items, made again."""
+        made = []
+        # one that needs a whole micro-batch is not checked
+        with contextlib.suppress(Exception):
+            for _ in range(2):
+                items = [self._item(index, key) for index in indices]
+                # a copy, since it may have items that a Dataset keeps
+                made.append(copied(self._joined(items, key)))
+        if len(made) == 2 and difference(*made) == "numbers":
+            raise ConfigError(
+                f"collate_fn does not make the same of the same items of {self._items.name}: it changes items "
+                "that the Dataset keeps, keeps state from batch to batch, or draws elsewhere. Let it work on "
+                "copies, and draw from the generators of random, numpy and torch, or from one that it holds, "
+                "which raypipe seeds for each micro-batch (docs/reproducibility.md)"
+            )
 
     def _why_not(
         self, items: Sequence[Any], index: np.ndarray, error: Exception

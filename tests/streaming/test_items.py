@@ -242,6 +242,41 @@ def test_collate_fn_draws_under_the_seed_of_its_micro_batch(collate_fn: Any) -> 
     assert len({batch.collated[0, 0].item() % 1 for batch in first}) == len(first)
 
 
+class Keeps(Told):
+    """Gives the same objects in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.ones(2) for _ in range(40)]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.kept[index]
+
+
+def changing(items: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [item.add_(1) for item in items]
+
+
+def drawing(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + np.random.default_rng().random()
+
+
+def of_whole_batches(items: list[torch.Tensor]) -> torch.Tensor:
+    assert len(items) > 4
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("collate_fn", [changing, drawing])
+def test_state_from_batch_to_batch_is_found(collate_fn: Any) -> None:
+    with pytest.raises(ConfigError, match="collate_fn does not make the same of the"):
+        batches(stream(Keeps(), collate_fn=collate_fn))
+
+
+def test_a_collate_fn_may_need_a_whole_batch() -> None:
+    plan = PlanConfig(epochs=1, micro_batch_size=8, seed=3)
+    assert len(batches(stream(Told(), collate_fn=of_whole_batches, plan=plan))) == 5
+
+
 def test_a_failing_item_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> None:
     transform = TransformConfig(max_bad_fraction=0.5)
     spec = stream(Told(bad=[5]), transform=transform)

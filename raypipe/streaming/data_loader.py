@@ -9,8 +9,10 @@ A position is counted in samples, so a state continues with any batch size and n
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +32,7 @@ from raypipe.progress import print_progress
 from raypipe.rayext.agreement import from_rank_zero, processes
 from raypipe.section import check
 from raypipe.streaming.items import Collate, DatasetItems
+from raypipe.streaming.open_items import check_has_index
 from raypipe.streaming.plain import PlainLoader, SharedEpochs
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.recognized import Recognized, recognized
@@ -68,8 +71,8 @@ class DataLoader:
         batch_size: of each rank.
         shuffle, drop_last: as torch has them. Without drop_last, the last batches of all ranks have as many items,
             for which fewer than W items come twice.
-        sampler: one of torch's, of all items; it is iterated once in an epoch, under the epoch's seed. Or what
-            `plan.sampler` may be.
+        sampler: one of torch's, of all items; it is iterated once in an epoch, under the epoch's seed, which the
+            initial seed of its generator changes. Or what `plan.sampler` may be.
         num_workers: most actors; 0 = this process makes the items, without Ray.
         collate_fn: makes a batch of items, in the actor; None = torch's default_collate.
         pin_memory: put batches on the current CUDA device, through pinned memory; see `device`.
@@ -109,12 +112,7 @@ class DataLoader:
         in_order: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        values = batch_sampler, timeout, multiprocessing_context
-        for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
-            if value:
-                raise ConfigError(
-                    f"raypipe.DataLoader: {name} has no meaning here: {instead}"
-                )
+        _check_refused(batch_sampler, timeout, multiprocessing_context)
         _check_dataset(dataset)
         if sampler is not None and shuffle:
             raise ConfigError(
@@ -136,15 +134,9 @@ class DataLoader:
             "prefetch_factor", prefetch_factor or 2, AtLeast1
         )
         if device is None and pin_memory and torch.cuda.is_available():
-            device = pin_memory_device or torch.device(
-                "cuda", torch.cuda.current_device()
-            )
+            current = torch.cuda.current_device()
+            device = pin_memory_device or torch.device("cuda", current)
         self._device = device
-        self._pool = PoolConfig(engine="inline")
-        if self.num_workers:
-            # worker_init_fn is for other processes than this one
-            head_start = -1 if worker_init_fn is None else 0
-            self._pool = PoolConfig(max_actors=self.num_workers, head_start=head_start)
         self._rank, self._world_size = share_of()[:2]
         self._start: Cursor | None = None
         self._own_collate = collate_fn
@@ -182,6 +174,14 @@ class DataLoader:
         prepare = self.worker_init_fn if self.num_workers else None
         items = DatasetItems(self.dataset, collate_fn, prepare)
         return raypipe.open_stream(items, plan=plan, pool=self._pool)
+
+    @property
+    def _pool(self) -> PoolConfig:
+        if not self.num_workers:
+            return PoolConfig(engine="inline")
+        # worker_init_fn is for other processes than this one
+        head_start = -1 if self.worker_init_fn is None else 0
+        return PoolConfig(max_actors=self.num_workers, head_start=head_start)
 
     def __len__(self) -> int:
         """Return the batches of an epoch that this rank gets."""
@@ -300,18 +300,22 @@ def _nest(found: Recognized | None, batch: Batch) -> Any:
     return [found.finished(image), batch.target.clone()]
 
 
+def _check_refused(*values: Any) -> None:
+    """Raise ConfigError for an argument that is given, of those of `_REFUSED`, in their order."""
+    for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
+        if value:
+            raise ConfigError(
+                f"raypipe.DataLoader: {name} has no meaning here: {instead}"
+            )
+
+
 def _checked(name: str, value: object, kind: Any) -> Any:
     return check(f"raypipe.DataLoader: {name}", value, kind)
 
 
 def _check_dataset(dataset: Any) -> None:
     """Raise ConfigError unless it is a map-style Dataset."""
-    if isinstance(dataset, data.IterableDataset):
-        raise ConfigError(
-            f"{type(dataset).__name__} is an IterableDataset, whose items have no index: "
-            "raypipe.convert(dataset, 'train.lmdb') makes a store of it, for raypipe.open_stream; or give a "
-            "Dataset with __getitem__ and __len__"
-        )
+    check_has_index(dataset)
     kind = type(dataset)
     is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     if issubclass(kind, str) or not is_indexed:
@@ -324,17 +328,21 @@ def _check_dataset(dataset: Any) -> None:
 def _agreed_seed(
     generator: torch.Generator | None, sampler: Any, world_size: int
 ) -> int:
-    """Return rank 0's seed, in [0, 2^64), with the seed that a DistributedSampler has."""
+    """Return rank 0's seed, in [0, 2^64), with the seed that a sampler has of its own."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
-    if world_size > 1 and processes() is None:
-        raise ConfigError(
-            f"a launcher started {world_size} processes, which have to agree on the seed: call "
-            "torch.distributed.init_process_group() before raypipe.DataLoader"
-        )
     if world_size > 1:
+        if processes() is None:
+            raise ConfigError(
+                f"a launcher started {world_size} processes, which have to agree on the seed: call "
+                "torch.distributed.init_process_group() before raypipe.DataLoader"
+            )
         seed = from_rank_zero(seed)
-    own = getattr(sampler, "seed", 0)
-    if type(sampler) is data.DistributedSampler and own:
+    own = 0
+    if type(sampler) is data.DistributedSampler:
+        own = sampler.seed
+    elif isinstance(getattr(sampler, "generator", None), torch.Generator):
+        own = sampler.generator.initial_seed()
+    if own:
         return int(derive_keys(1, seed, Domain.TORCH_SAMPLER, own)[0])
     return seed
 
@@ -354,11 +362,20 @@ def _order_of(sampler: Any, num_items: int, world_size: int) -> dict[str, Any]:
             f"the {kind.__name__} has the order of one of {num_ranks} ranks, and raypipe.DataLoader shares one "
             f"order among all {world_size}: give a sampler of all items, or leave it out"
         )
+    if is_shared and len(sampler.dataset) != num_items:
+        raise ConfigError(
+            f"the DistributedSampler is of a dataset of {len(sampler.dataset)} items, and that of "
+            f"raypipe.DataLoader has {num_items}: make it of the same one, or leave it out"
+        )
     shuffles = {data.SequentialSampler: False, data.RandomSampler: True}
     is_whole = kind in shuffles and len(sampler) == num_items
     if is_shared or (is_whole and not getattr(sampler, "replacement", False)):
         is_shuffled = sampler.shuffle if is_shared else shuffles[kind]
         return {"shuffle": "global" if is_shuffled else "off"}
+    if kind in shuffles:
+        # only the length of its dataset counts, which would travel with the plan
+        sampler = copy.copy(sampler)
+        sampler.data_source = range(len(sampler.data_source))
     # a new class, since a fingerprint holds no object, but its draws
     return {"sampler": type(kind.__name__, (ListedOrder,), {"given": sampler})}
 
@@ -401,7 +418,8 @@ class ListedOrder:
                 seed_process(k0, k1)
                 with ReachedGenerators(self.given).keyed((k0, k1)):
                     # one epoch at a time, so that the check of a sampler sees whether it comes again
-                    lists = self._lists = {epoch: np.array(list(self.given), np.int64)}
+                    listed = list(map(operator.index, self.given))
+                    lists = self._lists = {epoch: np.array(listed, np.int64)}
         return lists[epoch]
 
     def __getstate__(self) -> dict[str, object]:

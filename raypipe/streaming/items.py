@@ -19,29 +19,29 @@ import numpy as np
 from ray import cloudpickle
 
 from raypipe.errors import ConfigError
-from raypipe.importing import import_name
+from raypipe.importing import import_name, raised_at
 from raypipe.stores.base import Columns
 from raypipe.stores.indexed import index_in
 from raypipe.transform.columns import CLASS
 from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
-from raypipe.transform.nest import Packer
+from raypipe.transform.nest import Packer, difference
 from raypipe.transform.process_state import (
-    drawn,
     next_draws,
     seed_cheaply,
     seed_for_item,
 )
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, unpickled
 
 logger = logging.getLogger(__name__)
 
 ITEM = "item"
 # a collate function must not draw the numbers of its first item
 _OF_COLLATE = 0x9E3779B97F4A7C15
+_NUM_CHECKED = 4  # items that show whether it keeps state
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch, any nest, of B items."""
@@ -62,7 +62,7 @@ class _Datasets:
     @functools.cached_property
     def opened(self) -> list[Any]:
         """The Datasets, as this process has them."""
-        return self.given or cloudpickle.loads(self._pickled)
+        return self.given or unpickled(self._pickled)
 
     def copied(self) -> _Datasets:
         """Return the same Datasets with other objects, as another process has them."""
@@ -152,9 +152,12 @@ class DatasetItems:
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     def __deepcopy__(self, memo: Any) -> DatasetItems:
-        """A copy with other objects, as another process has them."""
+        """A copy with other objects, as another process has them; itself in a process that is prepared, once."""
+        if self._prepare is not None and not self._datasets.given:
+            return self
         copy = DatasetItems("")
         copy.__dict__ |= self.__getstate__()
+        copy._prepare = None
         copy._datasets = self._datasets.copied()
         copy.collate = copied(self.collate)
         return copy
@@ -191,13 +194,15 @@ class ItemMaker:
         self._packer = Packer(cloudpickle.dumps)
         self._collate = items.collate or self._packer.collate
         self._is_settled = False
+        self._is_collate_checked = items.collate is None
         # whether an item has drawn from the generators that are costly to seed
         self._seeds_all = False
 
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
-        """The generators of the Dataset, which is opened for its first item."""
-        return ReachedGenerators(self._items.dataset)
+        """The generators of the Dataset, which is opened for its first item, and of the collate function."""
+        importlib.import_module("torch")  # so that its generator is seeded
+        return ReachedGenerators((self._items.dataset, self._items.collate))
 
     def weaken(self, strength: float) -> None:
         """Do nothing: a Dataset has no strength."""
@@ -229,15 +234,14 @@ class ItemMaker:
 
     def _made(self, indices: Sequence[int], keys: Sequence[Key]) -> list[Any]:
         """Make items up to one that fails; again, if they turn out to draw from what is costly to seed."""
-        make = functools.partial(self._until_one_fails, indices, keys)
         if not self._seeds_all:
             seed_for_item(0, 0)
             expected = next_draws()
             seed_for_item(0, 0)
-            items = drawn(make)
+            items = self._until_one_fails(indices, keys)
             self._seeds_all = next_draws() != expected
         if self._seeds_all:
-            items = drawn(make)
+            items = self._until_one_fails(indices, keys)
         return items
 
     def _until_one_fails(
@@ -259,7 +263,7 @@ class ItemMaker:
         """Make an item; raises TransformError if the Dataset fails on it."""
         index = index_in(samples.images[row])
         with failing(f"{self._items.name}[{index}]"):
-            item = drawn(lambda: self._item(index, key))
+            item = self._item(index, key)
             if not self._is_settled:
                 self._is_settled = True
                 if self._reached.look():
@@ -293,33 +297,59 @@ class ItemMaker:
         if items:
             k0, k1 = key
             collate_key = (k0 ^ _OF_COLLATE, k1)
-            nest = self._collated(items, out.index[rows][counts], collate_key)
+            index = out.index[rows][counts]
+            nest = self._collated(items, index, collate_key)
+            if not self._is_collate_checked:
+                self._is_collate_checked = True
+                self._check_collate(index[:_NUM_CHECKED].tolist(), collate_key)
         return fields | self._packer.pack(nest)
 
     def _collated(self, items: list[Any], index: np.ndarray, key: Key) -> Any:
         try:
-            importlib.import_module("torch")  # so that its generator is seeded
-            with self._reached.kept():
-                self._seed(key)
-                return self._collate(items)
+            return self._joined(items, key)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise ConfigError(self._why_not(items, index, error)) from error
 
+    def _joined(self, items: list[Any], key: Key) -> Any:
+        with self._reached.kept():
+            self._seed(key)
+            return self._collate(items)
+
+    def _check_collate(self, indices: Sequence[int], key: Key) -> None:
+        """Raise ConfigError if a collate function makes something else of the same items, made again."""
+        made = []
+        # one that needs a whole micro-batch is not checked
+        with contextlib.suppress(Exception):
+            for _ in range(2):
+                items = [self._item(index, key) for index in indices]
+                # a copy, since it may have items that a Dataset keeps
+                made.append(copied(self._joined(items, key)))
+        if len(made) == 2 and difference(*made) == "numbers":
+            raise ConfigError(
+                f"collate_fn does not make the same of the same items of {self._items.name}: it changes items "
+                "that the Dataset keeps, keeps state from batch to batch, or draws elsewhere. Let it work on "
+                "copies, and draw from the generators of random, numpy and torch, or from one that it holds, "
+                "which raypipe seeds for each micro-batch (docs/reproducibility.md)"
+            )
+
     def _why_not(
         self, items: Sequence[Any], index: np.ndarray, error: Exception
     ) -> str:
-        """Say which item does not go with the first one of its micro-batch."""
+        """Say which item does not go with the first one of its micro-batch, if that goes with itself."""
         odd = ""
-        for number in range(1, len(items)):
+        remedy = "give a collate_fn that takes such items"
+        for number in range(len(items)):
             with contextlib.suppress(Exception):
                 self._collate([items[0], items[number]])
                 continue
-            odd = f", where item {index[number]} does not go with item {index[0]}"
+            if number:
+                odd = f", where item {index[number]} does not go with item {index[0]}"
+                remedy = "let the Dataset make items of one shape, or give a collate_fn that pads them"
             break
         words = " ".join(str(error).split())
         return (
-            f"collate_fn cannot join items of {self._items.name}{odd}: {type(error).__name__}: {words:.500}; let "
-            "the Dataset make items of one shape, or give a collate_fn that pads them"
+            f"collate_fn cannot join items of {self._items.name}{odd}: {type(error).__name__} at "
+            f"{raised_at(error)}: {words:.500}; {remedy}"
         )

@@ -44,13 +44,18 @@ def items_of(dataset: Any, argument: str, collate: Any) -> DatasetItems:
             f"raypipe.open_stream: {argument} is a {type(dataset).__name__}, and the other split is a Dataset: "
             "give both as Datasets, or both as stores"
         )
+    check_has_index(dataset)
+    return DatasetItems(dataset, collate)
+
+
+def check_has_index(dataset: Any) -> None:
+    """Raise ConfigError for an IterableDataset."""
     if _is_iterable(dataset):
         raise ConfigError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index, and so no seed and no "
             "place to resume at: give it __getitem__ and __len__, or write it as a store with "
-            "raypipe.convert(dataset, 'train.lmdb')"
+            "raypipe.convert(dataset, 'train.lmdb'), for raypipe.open_stream"
         )
-    return DatasetItems(dataset, collate)
 
 
 def _is_iterable(dataset: Any) -> bool:
@@ -72,7 +77,9 @@ def open_items(
     Raises:
         ConfigError: a Dataset cannot be read by index, or sent to the actors; or a setting is for stores.
     """
-    _check_transform(transform)
+    defaults = vars(TransformConfig()).items()
+    of_stores = {name: value for name, value in defaults if name not in _FOR_ITEMS}
+    check_for_items("transform.", vars(transform), of_stores)
     items: dict[Split, DatasetItems] = {"train": items_of(train, "train", collate_fn)}
     stores: dict[Split, IndexStore] = {"train": _store_of(items["train"])}
     if val is None and "val" in take:
@@ -94,22 +101,21 @@ def open_items(
     }
 
 
-def check_arguments(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of `open_stream` that is for stores, and that a Dataset does itself."""
+def check_for_items(
+    place: str, values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError for a setting that is for stores, and that a Dataset does itself.
+
+    Args:
+        place: begins the settings' names in the message.
+        values: settings by name, and others.
+        defaults: those that are for stores.
+    """
     for name, default in defaults.items():
-        if arguments[name] != default:
+        if values[name] != default:
             raise ConfigError(
-                f"raypipe.open_stream: {name} is for stores, and a Dataset makes its items itself: do it in "
-                "__getitem__, or in collate_fn"
-            )
-
-
-def _check_transform(transform: TransformConfig) -> None:
-    default = TransformConfig()
-    for name, value in vars(transform).items():
-        if name not in _FOR_ITEMS and value != getattr(default, name):
-            raise ConfigError(
-                f"transform.{name} is for stores, and a Dataset makes its items itself: do it in __getitem__"
+                f"{place}{name} is for stores, and a Dataset makes its items itself: do it in __getitem__, or in "
+                "collate_fn"
             )
 
 

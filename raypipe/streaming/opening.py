@@ -30,7 +30,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.streaming.open_items import check_arguments, is_dataset, open_items
+from raypipe.streaming.open_items import check_for_items, is_dataset, open_items
 from raypipe.streaming.planning import PerSource, plan_of_selected
 from raypipe.streaming.record.opened import opened_with
 from raypipe.streaming.spec import StreamSpec, UserTransform
@@ -133,7 +133,7 @@ def open_stream(
     pool = _checked("pool", pool, PoolConfig)
     arguments |= {"plan": plan, "transform": transform}
     if is_dataset(train):
-        check_arguments(arguments, _FOR_STORES)
+        check_for_items("raypipe.open_stream: ", arguments, _FOR_STORES)
         parts = open_items(train, val, collate_fn, plan, transform, exclude, take)
         return StreamSpec(
             transform=transform,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from raypipe.config import TransformConfig
 from raypipe.errors import RaypipeError
@@ -131,8 +132,11 @@ def _are_equal(dataset: Any, found: Recognized) -> bool:
                 pixels = torch.from_numpy(transform(decode(encoded), key))
                 ours = found.finished(pixels.movedim(-1, 0)[None])[0]
                 seed_process(*key)
-                item, _ = dataset[index]
+                item, target = dataset[index]
                 is_equal = pixels.dtype == torch.uint8 and ours.equal(item)
+                # other numbers of torch's have the target's own type
+                target_type = default_collate([target]).dtype
+                is_equal &= target_type in (torch.int64, torch.float64)
             except Exception:  # the Dataset raises it, too
                 return False
             if not is_equal:

@@ -17,7 +17,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.importing import is_of, is_own_code
 from raypipe.transform.nest import bytes_of, bytes_of_tensor
-from raypipe.transform.reach import file_of, is_generator
+from raypipe.transform.reach import is_generator, is_own_class
 from raypipe.transform.user_code import contents
 
 _DIGEST_BYTES = 16
@@ -154,7 +154,7 @@ def _facts_of_code(code: types.CodeType) -> Iterator[Any]:
 def _facts_of_class(kind: type) -> Iterator[Any]:
     """The name of a class, and for the code of a user its methods, its values and its bases."""
     yield kind.__qualname__
-    if kind.__module__ != "__main__" and not is_own_code(file_of(kind)):
+    if not is_own_class(kind):
         yield kind.__module__
         return
     yield from kind.__mro__[1:]

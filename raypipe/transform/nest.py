@@ -22,6 +22,7 @@ from raypipe.errors import ConfigError
 from raypipe.importing import loaded_module
 from raypipe.transform.block_memory import reused_memory
 from raypipe.transform.fields import Field, Ragged
+from raypipe.transform.user_code import unpickled
 
 if TYPE_CHECKING:
     import torch
@@ -111,13 +112,6 @@ class Packer:
         return stacked
 
 
-def pack(
-    nest: Any, dump: Callable[[Any], bytes] = lambda classes: b""
-) -> dict[str, np.ndarray | Ragged]:
-    """Return one nest as fields of a micro-batch, see `Packer`."""
-    return Packer(dump).pack(nest)
-
-
 def unpack(fields: Mapping[str, Any]) -> Any:
     """Return the nest of a batch's fields: its tensors are views of `nest.tensors`, on any device."""
     pickled, arrays, _ = fields[FORM]
@@ -134,7 +128,7 @@ def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
 
 
 def _content(nest: Any) -> list[bytes]:
-    fields: dict[str, Any] = pack(nest)
+    fields: dict[str, Any] = Packer().pack(nest)
     return [*fields[FORM].unpacked()[:2], fields[TENSORS].tobytes()]
 
 
@@ -182,7 +176,7 @@ class _Pickler(pickle.Pickler):
         torch = self._torch
         if torch is None or not isinstance(value, torch.Tensor):
             return None
-        if value.layout is not torch.strided:
+        if not _is_strided(value):
             return None
         as_bytes = bytes_of_tensor(value)
         start = _append(self.tensors, as_bytes)
@@ -206,7 +200,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors = tensors
         # a copy, so that arrays can be written to
         self._arrays = np.frombuffer(bytearray(arrays), np.uint8)
-        self._classes = pickle.loads(classes) if classes else []
+        self._classes = unpickled(classes) if classes else []
 
     def persistent_load(self, pid: Any) -> Any:
         kind, start, name, shape, more = pid
@@ -263,8 +257,11 @@ def bytes_of_tensor(tensor: torch.Tensor) -> np.ndarray:
             f"a tensor on {tensor.device}, and actors have no such device: make it on the CPU, from where raypipe "
             "moves batches to the device of the rank"
         )
-    values = tensor.detach().as_subclass(torch.Tensor).contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
+    values = tensor.detach().as_subclass(torch.Tensor)
+    values = values.resolve_conj().resolve_neg().contiguous()
+    # a single value may have any stride
+    flat = values.as_strided((values.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
 
 
 def _append(parts: list[np.ndarray], values: np.ndarray) -> int:
@@ -312,13 +309,21 @@ def _bytes_of_stack(batch: Sequence[Any]) -> int:
     if any(type(values) is not torch.Tensor for values in batch):
         return -1
     first = batch[0]
-    is_unusual = first.is_nested or first.is_quantized or first.is_complex()
-    if is_unusual or first.layout != torch.strided or first.device.type != "cpu":
+    is_plain_kind = _is_strided(first) and not first.is_complex()
+    if not is_plain_kind or first.device.type != "cpu":
         return -1
     kind = _kind_of(first)
     if any(values.requires_grad or _kind_of(values) != kind for values in batch):
         return -1
     return len(batch) * first.numel() * first.element_size() or -1
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose values are all that is in it, besides dtype and shape."""
+    import torch
+
+    is_whole = not (tensor.is_nested or tensor.is_quantized)
+    return is_whole and tensor.layout == torch.strided
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:

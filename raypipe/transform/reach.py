@@ -3,9 +3,9 @@
     def f(image): return pipeline(image=image)["image"]      a pipeline of Albumentations in a closure or a module
     class Jitter: def __init__(self): self.rng = np.random.default_rng()
 
-Found are those in closures, defaults, the globals that a function names, attributes, lists, dicts, partials and
-methods. Not found are those that the code makes in each call, or keeps in a library: making a sample twice
-shows these, see `raypipe.streaming.sample_makers`.
+Found are those in closures, defaults, the globals that a function names, attributes, classes, lists, dicts,
+partials and methods. Not found are those that the code makes in each call, or keeps in a library: making a sample
+twice shows these, see `raypipe.streaming.sample_makers`.
 """
 
 from __future__ import annotations
@@ -78,15 +78,8 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
                 for name, attribute in attributes
                 if not RANDOM_STATE.fullmatch(name)
             )
-            own_classes = (
-                kind for kind in type(value).__mro__ if is_own_code(file_of(kind))
-            )
-            yield from (
-                attribute
-                for kind in own_classes
-                for attribute in vars(kind).values()
-                if callable(attribute)
-            )
+            for kind in filter(is_own_class, type(value).__mro__):
+                yield from vars(kind).values()
 
 
 def _within_function(function: types.FunctionType) -> Iterator[Any]:
@@ -117,9 +110,13 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def file_of(kind: type) -> str:
-    """The file that defines a class; empty: it is not known."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+def is_own_class(kind: type) -> bool:
+    """True for a class of the user's, which no library has installed."""
+    module = sys.modules.get(kind.__module__)
+    # a notebook has no file, and in an actor that of a script is Ray's
+    if module is None or kind.__module__ == "__main__":
+        return True
+    return is_own_code(getattr(module, "__file__", None) or "")
 
 
 Put = Callable[[], object]

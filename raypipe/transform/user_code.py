@@ -7,6 +7,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
+import pickle
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -73,6 +75,44 @@ def copied(code: Any) -> Any:
         return copy.deepcopy(code)
     except Exception:  # a lock, an open file, …
         return code
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what cloudpickle has written.
+
+    cloudpickle finds the classes of a script, or of a notebook, that this process has. But it gives them the
+    methods in the pickle, whose globals are copies: methods would no longer see what the script sets, nor draw
+    from the generators that were found before.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if name == "_make_skeleton_class":
+            return functools.partial(_marked_class, found)
+        if name == "_class_setstate":
+            return functools.partial(_fill_if_new, found)
+        return found
+
+
+_IS_NEW = "_raypipe_is_new"
+
+
+def _marked_class(make: Any, kind: Any, name: str, bases: Any, *more: Any) -> type:
+    """Make a class with a mark, or find the one that this process has."""
+    namespace, *others = more
+    return make(kind, name, bases, {**namespace, _IS_NEW: True}, *others)
+
+
+def _fill_if_new(fill: Any, made: type, state: Any) -> type:
+    if _IS_NEW not in vars(made):
+        return made
+    delattr(made, _IS_NEW)
+    return fill(made, state)
+
+
+def unpickled(pickled: bytes) -> Any:
+    """Load what cloudpickle has written; classes that this process has stay as they are."""
+    return _Unpickler(io.BytesIO(pickled)).load()
 
 
 def contents(function: types.FunctionType) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import weakref
@@ -13,6 +14,7 @@ import pytest
 import torch
 from data_ranks import Ranks
 from data_ranks import ranks as ranks
+from ray import cloudpickle
 from torch.utils import data
 
 import raypipe
@@ -225,6 +227,40 @@ def test_a_sampler_decides_the_order_and_a_state_continues_it(name: str) -> None
     resumed = loader_of(sampler=sampler, batch_size=2)
     resumed.load_state_dict(stopped.state_dict())
     assert taken(resumed, 2) == batches[2:]
+
+
+def test_a_samplers_own_seed_is_part_of_the_order() -> None:
+    def order(make: Any, seed: int) -> list[list[int]]:
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
+        return taken(loader_of(sampler=make(generator=generator)))
+
+    for make in (
+        functools.partial(data.RandomSampler, Numbers()),
+        functools.partial(data.SubsetRandomSampler, range(NUM)),
+        functools.partial(data.WeightedRandomSampler, [1] * NUM, NUM),
+    ):
+        assert order(make, 1) == order(make, 1) != order(make, 2)
+
+
+def test_a_dataset_does_not_travel_with_its_sampler() -> None:
+    dataset = data.TensorDataset(torch.zeros(NUM, 10_000))
+    sampler = data.RandomSampler(dataset, replacement=True)
+    loader = raypipe.DataLoader(dataset, sampler=sampler)
+    assert len(cloudpickle.dumps(loader.spec.plan)) < 100_000
+    assert sampler.data_source is dataset
+
+
+@pytest.mark.parametrize(
+    ("sampler", "problem"),
+    [
+        ([1.5, 2.0], "'float' object cannot be interpreted as an integer"),
+        (data.DistributedSampler(range(5), 1, 0), "of a dataset of 5 items.*has 22"),
+    ],
+)
+def test_a_sampler_of_other_items_is_refused(sampler: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        loader_of(sampler=sampler)
 
 
 def test_a_sampler_that_is_no_function_of_the_seed_is_named() -> None:

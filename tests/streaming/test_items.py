@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,42 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
     assert len(drawn) == 3 * 3
 
 
+_GENERATOR = np.random.default_rng()
+_SHIFT = 0
+
+
+class OfScript(Told):
+    """Its code uses globals of its script."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + _SHIFT + _GENERATOR.random()
+
+
+@pytest.fixture
+def as_script() -> Iterator[None]:
+    """Classes of this module are pickled as those of a script or a notebook."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("as_script")
+def test_a_class_of_a_script_keeps_its_methods_and_what_they_refer_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = OfScript.__getitem__
+    made = dict[int, set[float]]()
+    for size in (1, 4):
+        plan = PlanConfig(epochs=1, micro_batch_size=size, seed=3)
+        for batch in batches(stream(OfScript(), plan=plan)):
+            for index, item in zip(batch.index.tolist(), batch.collated, strict=True):
+                made.setdefault(index, set()).add(float(item[0]))
+    assert len(made) == 40 and all(len(values) == 1 for values in made.values())
+    assert OfScript.__getitem__ is method
+    monkeypatch.setattr(sys.modules[__name__], "_SHIFT", 1000)
+    assert OfScript()[0][0] >= 1000
+
+
 def test_a_nest_outlives_the_slot_of_the_ring_that_it_came_in() -> None:
     spec = stream(Told(odd=range(20)), collate_fn=tuple)
     hosts = inline_batches(spec, spec.plan.start())
@@ -185,14 +222,59 @@ def test_whatever_is_read_by_index_is_a_dataset(dataset: Any) -> None:
         assert torch.equal(batch.collated, torch.stack(expected))
 
 
-def test_collate_fn_draws_under_the_seed_of_its_micro_batch() -> None:
-    def mixed(items: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(items) + torch.rand(())
+def mixed(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + torch.rand(())
 
-    first, second = (batches(stream(Told(), collate_fn=mixed)) for _ in range(2))
+
+class Mixes:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self, items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(items) + self.rng.random()
+
+
+@pytest.mark.parametrize("collate_fn", [mixed, Mixes()])
+def test_collate_fn_draws_under_the_seed_of_its_micro_batch(collate_fn: Any) -> None:
+    first, second = (batches(stream(Told(), collate_fn=collate_fn)) for _ in range(2))
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one.collated, two.collated)
     assert len({batch.collated[0, 0].item() % 1 for batch in first}) == len(first)
+
+
+class Keeps(Told):
+    """Gives the same objects in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.ones(2) for _ in range(40)]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.kept[index]
+
+
+def changing(items: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [item.add_(1) for item in items]
+
+
+def drawing(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + np.random.default_rng().random()
+
+
+def of_whole_batches(items: list[torch.Tensor]) -> torch.Tensor:
+    assert len(items) > 4
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("collate_fn", [changing, drawing])
+def test_state_from_batch_to_batch_is_found(collate_fn: Any) -> None:
+    with pytest.raises(ConfigError, match="collate_fn does not make the same of the"):
+        batches(stream(Keeps(), collate_fn=collate_fn))
+
+
+def test_a_collate_fn_may_need_a_whole_batch() -> None:
+    plan = PlanConfig(epochs=1, micro_batch_size=8, seed=3)
+    assert len(batches(stream(Told(), collate_fn=of_whole_batches, plan=plan))) == 5
 
 
 def test_a_failing_item_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,15 +288,33 @@ def test_a_failing_item_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> Non
         batches(stream(Told(bad=[5]), transform=TransformConfig(max_bad_fraction=0)))
 
 
+def test_a_collate_fn_that_fails_on_any_item_is_not_a_fault_of_two() -> None:
+    def joined(items: list[Any]) -> Any:
+        raise KeyError("boxes")
+
+    with pytest.raises(ConfigError, match=r"KeyError at .*test_items.py:\d+ in joined"):
+        batches(stream(Told(), collate_fn=joined))
+    problem = "NoneType.*give a collate_fn that takes such items"
+    with pytest.raises(ConfigError, match=problem) as raised:
+        batches(stream([None] * 40))
+    assert "does not go with" not in str(raised.value)
+
+
 def test_items_that_do_not_go_together_are_named() -> None:
     with pytest.raises(ConfigError, match=r"item \d+ does not go with item") as raised:
         batches(stream(Told(odd=[8])))
     assert "equal size" in str(raised.value) and " 8 " in str(raised.value)
 
 
-def test_state_from_item_to_item_is_found() -> None:
-    with pytest.raises(ConfigError, match="Counts does not make the same"):
-        batches(stream(Counts()))
+@pytest.mark.parametrize("prepare", [None, abs])
+def test_state_from_item_to_item_is_found(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
+    items = DatasetItems(Counts(), prepare=prepare)
+    for each in (items, cloudpickle.loads(cloudpickle.dumps(items))):
+        with pytest.raises(ConfigError, match="Counts does not make the same"):
+            batches(stream(each))
 
 
 class Tells(Told):
@@ -278,20 +378,25 @@ def test_a_dataset_by_name_is_made_in_each_process() -> None:
         assert torch.equal(one.collated, two.collated)
 
 
-def test_a_copy_of_a_dataset_is_prepared_and_known_as_a_workers(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_process_is_prepared_once_and_never_that_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    prepared: list[Any] = []
+    log = tmp_path / "prepared"
 
     def prepare(number: int) -> None:
-        prepared.append((number, get_worker_info().dataset))  # type: ignore[union-attr]
+        with log.open("a") as file:
+            file.write(str(number))
 
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
-    items = DatasetItems(Told(), prepare=prepare)
-    assert isinstance(items.dataset, Told) and not prepared
-    copies = [copy.deepcopy(items) for _ in range(2)]
-    opened = [(0, each.dataset) for each in copies for _ in range(2)]
-    assert prepared == opened[::2]
+    items = DatasetItems(Noisy(), prepare=prepare)
+    assert isinstance(items.dataset, Noisy)
+    batches(stream(items))  # its check makes items with a copy
+    assert not log.exists() and get_worker_info() is None
+    elsewhere = cloudpickle.loads(cloudpickle.dumps(items))
+    assert not log.exists()
+    batches(stream(elsewhere))
+    assert log.read_text() == "0"
+    assert get_worker_info().dataset is elsewhere.dataset  # type: ignore[union-attr]
 
 
 def test_two_parts_of_one_dataset_share_it_wherever_they_are_opened() -> None:

@@ -160,6 +160,9 @@ class Own(datasets.CIFAR10):
         cifar(target_transform=str),
         mnist(target_transform=str),
         mnist(transform=RANDOM),
+        cifar(targets=np.arange(14, dtype=np.int32) % 10),
+        cifar(targets=[number % 2 == 0 for number in range(14)]),
+        cifar(targets=[str(number) for number in range(14)]),
         [1, 2],
     ],
     ids=[
@@ -171,6 +174,9 @@ class Own(datasets.CIFAR10):
         "target",
         "gray target",
         "gray",
+        "int32",
+        "bools",
+        "texts",
         "list",
     ],
 )

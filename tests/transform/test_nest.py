@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import Ragged
-from raypipe.transform.nest import TENSORS, Packer, difference, is_plain, pack, unpack
+from raypipe.transform.nest import TENSORS, Packer, difference, is_plain, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -29,7 +29,7 @@ class Scene:
 def through(nest: Any) -> Any:
     """A nest that was packed and unpacked, as a rank gets it."""
     fields: dict[str, Any] = {}
-    for name, value in pack(nest, pickle.dumps).items():
+    for name, value in Packer(pickle.dumps).pack(nest).items():
         fields[name] = (
             torch.from_numpy(value)
             if isinstance(value, np.ndarray)
@@ -47,6 +47,9 @@ def through(nest: Any) -> Any:
         torch.ones(3, dtype=torch.bfloat16),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.arange(5.0)[None][:, 4],  # the class of a single box
+        torch.tensor([1 + 2j]).conj().imag,
         torch.ones(2, requires_grad=True),
     ],
 )
@@ -71,6 +74,15 @@ def test_other_values_come_back_with_their_types(nest: Any) -> None:
     assert again == nest and type(again) is type(nest)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_and_nested_tensors_come_back_whole() -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    one, other = through([quantized, nested])
+    assert one.q_zero_point() == 3 and torch.equal(one.dequantize(), torch.arange(4.0))
+    assert [part.tolist() for part in other.unbind()] == [[1, 1], [1, 1, 1]]
+
+
 def test_arrays_stay_arrays_and_can_be_written_to() -> None:
     nest = {
         "a": np.arange(6, dtype=np.uint16).reshape(2, 3),
@@ -85,7 +97,7 @@ def test_arrays_stay_arrays_and_can_be_written_to() -> None:
 def test_tensors_in_objects_are_not_pickled() -> None:
     scene = through(Scene(torch.ones(1000, 1000), "g"))
     assert isinstance(scene, Scene) and scene.boxes.sum() == 1_000_000
-    fields: dict[str, Any] = pack(Scene(torch.ones(1000, 1000), "g"))
+    fields: dict[str, Any] = Packer().pack(Scene(torch.ones(1000, 1000), "g"))
     assert len(fields["nest.form"].values) < 1000
 
 
@@ -117,7 +129,7 @@ def test_items_are_collated_as_by_torch_and_packed_as_before(item: Any) -> None:
         assert difference(nest, expected) == ""
         assert difference(through(expected), nest) == ""
         found = packer.pack(nest)
-        for name, values in pack(expected).items():
+        for name, values in Packer().pack(expected).items():
             one, other = found[name], values
             if isinstance(one, Ragged) and isinstance(other, Ragged):
                 one, other = one.values, other.values
@@ -185,11 +197,11 @@ def test_a_difference_in_numbers_is_told_from_others(
 
 
 def test_only_a_nest_of_objects_names_classes() -> None:
-    assert is_plain(pack((torch.ones(2), {"a": [np.ones(2), "b"]})))
-    assert not is_plain(pack(Point(1, 2)))
+    assert is_plain(Packer().pack((torch.ones(2), {"a": [np.ones(2), "b"]})))
+    assert not is_plain(Packer().pack(Point(1, 2)))
     assert is_plain({"image": np.ones(3)})
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="on meta, and actors have no such device"):
-        pack([torch.ones(2, device="meta")])
+        Packer().pack([torch.ones(2, device="meta")])

@@ -117,6 +117,22 @@ class Held:
         return self(image)
 
 
+class OfClass:
+    """All objects of the class share it."""
+
+    noise = np.random.default_rng()
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        return image + self.noise.integers(0, 100, image.shape, dtype=np.uint8)
+
+
+class OfScript:
+    __module__ = "__main__"  # whose file is that of a library, in an actor
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        return by_generator(image)
+
+
 class InModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +156,8 @@ CODE: dict[str, Any] = {
     "closure": closure(),
     "attributes": Held(),
     "method": Held().method,
+    "a class": OfClass(),
+    "a script's class": OfScript(),
     "module": InModule(),
     "modules in a row": v2.Compose([v2.RandomHorizontalFlip(), InModule()]),
     "partial of a list": functools.partial(listed, steps=[by_global, Held()]),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import bdb
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,12 +15,14 @@ import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
 from micro_batches import EncodedSample, run, slow_one, transform_of
+from ray import cloudpickle
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
+from raypipe.transform.user_code import unpickled
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """
@@ -39,6 +44,22 @@ def in_compiled_code(image):
 def in_the_standard_library(image):
     return random.sample(image, 3)
 """
+
+
+def test_a_class_that_a_process_has_stays_as_it_is() -> None:
+    class Mine:
+        def number(self) -> int:
+            return 1
+
+    method = Mine.number
+    again = unpickled(cloudpickle.dumps([Mine(), Mine]))
+    assert type(again[0]) is again[1] is Mine and Mine.number is method
+    anew = "from ray import cloudpickle; print(cloudpickle.dumps(type('New', (), {'a': 5})))"
+    printed = subprocess.run(
+        [sys.executable, "-c", anew], capture_output=True, text=True, check=True
+    )
+    kind = unpickled(ast.literal_eval(printed.stdout))
+    assert kind.__name__ == "New" and kind().a == 5
 
 
 @pytest.fixture

@@ -318,6 +318,10 @@ def test_an_object_is_given_again(stores: dict[str, Path], tmp_path: Path) -> No
         ConfigError, match=r"train_transform was an object.*replay\(run, train_transf"
     ):
         replay[1]
+    with pytest.raises(
+        ConfigError, match=r"augment\.module was an object.*replay\(run, augment=…\)"
+    ):
+        raypipe.replay(tmp_path / "run", train_transform=shifted)[1]
     indices = [row["index"] for row in replay.samples(1)]
     assert indices == [index for batch in batches[:4] for index in batch.index.tolist()]
     check_same(tmp_path / "run", batches[:4], train_transform=shifted, augment=module)
@@ -450,3 +454,8 @@ def test_a_comparison_says_where_two_runs_part(
     larger = replace(TRANSFORM, size={0: 16, 1: 24})
     resized = compared("resized", transform=larger)
     assert (resized["order"], resized["pixels"]) == (None, 7)
+    skipped = compared("skipped", {"skip": ["1..2", 7]})
+    assert (skipped["order"], skipped["equal"]) == (1, False)
+    itself = raypipe.replay(tmp_path / "skipped")
+    same = itself.compare(itself)
+    assert (same["equal"], same["unknown"], same["made_steps"]) == (True, "", [13])

@@ -20,7 +20,6 @@ from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import remade_of
 from raypipe.plan.places import MicroBatchId
-from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.record.digest_log import (
@@ -114,22 +113,35 @@ class AuditedRecord:
 
     def check_record(self) -> None:
         """Check that no line is missing or foreign, and that hashes agree."""
-        trained = [start.workers for start in self._run.starts if start.has_trained]
-        ranks = {rank for _, rank, _ in self._files}
-        for rank in range(max(trained, default=1)):
-            if rank not in ranks:
-                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+        steps: dict[int, set[int]] = {}  # those of lines, by W
         for epoch in sorted({epoch for epoch, *_ in self._files}):
             record = self._epoch(epoch)
             self._check_epoch(epoch, record)
             if num := len(record.recorded):
-                is_complete = num == _num_of_epoch(self._run.plan, epoch)
+                is_complete = num == self._num_of_epoch(epoch)
                 self.epochs[epoch] = {
                     "micro_batches": num,
                     "is_complete": is_complete,
                     "root": record.root,
                 }
                 self.places += sorted(record.recorded, key=_ORDER)
+            for place, hashes in record.recorded.items():
+                workers = int(hashes.start["workers"])
+                steps.setdefault(workers, set()).add(self._run.step_of(place))
+        # A rank that gets the batch of a second step has got the first one's with all others.
+        trained = [workers for workers, of_start in steps.items() if len(of_start) > 1]
+        ranks = {rank for _, rank, _ in self._files}
+        for rank in range(max(trained, default=1)):
+            if rank not in ranks:
+                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+
+    def _num_of_epoch(self, epoch: int) -> int:
+        """The number of an epoch's micro-batches, of training and validation, on all ranks."""
+        plan = self._run.plan
+        num_steps = plan.training_of(epoch).num_delivered
+        if self._run.has_val(epoch):
+            num_steps += plan.val_steps
+        return num_steps * plan.config.per_step
 
     def _check_epoch(self, epoch: int, record: EpochRecord) -> None:
         """Check the lines of an epoch, and drop those that are not the run's."""
@@ -256,11 +268,3 @@ class AuditedRecord:
         if epoch is not None:
             text = f"epoch {epoch}: {text}"
         self.findings.append(Finding(kind, text, epoch, name))
-
-
-def _num_of_epoch(plan: Plan, epoch: int) -> int:
-    """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    num_steps = plan.training_of(epoch).num_delivered
-    if plan.has_val(epoch):
-        num_steps += plan.val_steps
-    return num_steps * plan.config.per_step

@@ -131,7 +131,12 @@ class History:
             )
         errors = self._errors(split)
         draws: dict[int | None, list[dict[str, Any]]] = {index: [] for index in indices}
-        for index, place in plan.places_of([*indices, *errors], split):
+        epochs = [
+            epoch
+            for epoch in range(plan.config.epochs)
+            if split == "train" or self._run.has_val(epoch)
+        ]
+        for index, place in plan.places_of([*indices, *errors], split, epochs):
             draw = self._draw(place)
             bad = self._bad.get(place.micro_batch, {}).get(index)
             if bad:

@@ -66,7 +66,6 @@ class Start(NamedTuple):
         validates: whether it began with the validation of that step.
         stream: the stream as it was opened; starts with the same record have the same one.
         settings: the settings of the stream by their whole names, plain values.
-        has_trained: whether the run has records of later steps.
     """
 
     step: int
@@ -74,7 +73,6 @@ class Start(NamedTuple):
     validates: bool
     stream: RecordedStream
     settings: dict[str, Any]
-    has_trained: bool
 
     def has_place(self, place: MicroBatchId) -> bool:
         """Return whether its plan has a micro-batch of a place."""
@@ -95,7 +93,6 @@ def _starts_in(
     given: dict[str, Any],
 ) -> list[Start]:
     """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
-    last = max((record["step"] for record in records), default=0)
     streams: dict[str, RecordedStream] = {}
     starts = []
     for record in records:
@@ -115,7 +112,6 @@ def _starts_in(
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),
-                record["step"] < last,
             )
         starts.append(start)
     if not starts:
@@ -188,6 +184,11 @@ class RecordedRun:
     def start_at(self, place: MicroBatchId) -> Start:
         """Return the start that holds for a micro-batch."""
         return self.start_of(self.step_of(place), place.split == "val")
+
+    def has_val(self, epoch: int) -> bool:
+        """Return whether a validation follows an epoch: each start may have others."""
+        start = self.start_at(MicroBatchId("val", epoch, 0, 0))
+        return start.stream.plan.has_val(epoch)
 
     def step_of(self, place: MicroBatchId) -> int:
         """Return the step of a micro-batch; for a validation, the step before it."""
@@ -267,7 +268,7 @@ class RecordedRun:
             raise ConfigError(
                 f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
             )
-        if not self.starts[-1].has_place(place):
+        if not self.start_at(place).has_place(place):
             plan = self.plan
             raise ConfigError(
                 f"{self.address} has no micro-batch {place}: it has {plan.config.epochs:,} epochs of "

@@ -54,12 +54,13 @@ def trained(
     begin: int = 0,
     until: int = 100,
     lost: int = 0,
+    augment: AugmentConfig = AUGMENT,
     **options: Any,
 ) -> None:
     """Train from a step on to another one, at which the ranks are killed, with a number of lines that are lost."""
     for rank in range(ranks):
         cursor = spec.plan.cursor_at(begin)
-        loader = logging_loader(spec, run, rank, ranks, cursor, AUGMENT, **options)
+        loader = logging_loader(spec, run, rank, ranks, cursor, augment, **options)
         with loader:
             for _ in batches(loader, until):
                 pass
@@ -71,6 +72,8 @@ def trained(
 
 def batches(loader: Any, until: int) -> Iterator[Any]:
     for epoch in loader.epochs():
+        if loader.global_step >= until:
+            return
         for batch in epoch.train:
             yield batch
             if loader.global_step >= until:
@@ -351,6 +354,7 @@ HONEST |= {
     "steps left out": [(0, 5, 1, {}), (4, 100, 2, {"skip": ["6..7"]})],
     "another plan": [(0, 2, 1, {"seed": 4}), (0, 100, 1, {})],
     "begun late": [(2, 100, 2, {})],
+    "killed before its first batch": [(0, 0, 2, {}), (0, 100, 1, {})],
 }
 
 
@@ -362,6 +366,45 @@ def test_an_honest_run_has_no_findings(kind: str, folder: Path, tmp_path: Path) 
         trained(spec, tmp_path / "run", ranks, begin, end, lost)
     record = audited(tmp_path / "run", 3)
     assert record.findings == [] and record.num_compared == 3
+
+
+def test_strengths_of_a_run_that_was_made_longer_are_those_of_each_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    growing = replace(AUGMENT, preset="strong", strength=(0.3, 1.0, 0.5))
+    trained(stream(folder, epochs=1), tmp_path, augment=growing)
+    trained(stream(folder, epochs=2), tmp_path, begin=STEPS, augment=growing)
+    record = audited(tmp_path)
+    assert record.findings == [] and record.num_compared == 2 * PER_EPOCH
+
+
+def test_hashes_may_be_recorded_from_a_resume_on(folder: Path, tmp_path: Path) -> None:
+    spec = stream(folder)
+    trained(spec, tmp_path, 2, until=2)
+    shutil.rmtree(tmp_path / "digests")
+    trained(spec, tmp_path, begin=2)
+    assert audited(tmp_path, 1).findings == []
+
+
+def test_lines_that_a_lost_machine_had_not_written_are_no_finding(
+    folder: Path, tmp_path: Path
+) -> None:
+    spec = stream(folder)
+    trained(spec, tmp_path, 2, until=5)
+    path = digest_file(tmp_path, 1, rank=1)
+    path.write_text("".join(lines_of(path)[:-1]))
+    trained(spec, tmp_path, begin=3)
+    assert audited(tmp_path, 1).findings == []
+
+
+def test_a_validation_of_an_earlier_start_is_of_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    trained(stream(folder, epochs=1, val_interval=2), tmp_path)
+    trained(stream(folder, epochs=4, val_interval=2), tmp_path, begin=STEPS)
+    record = audited(tmp_path, 1)
+    assert record.findings == []
+    assert [epoch["is_complete"] for epoch in record.epochs.values()] == [True] * 4
 
 
 def test_other_versions_on_a_resume_may_make_other_pixels(

@@ -151,6 +151,23 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
         assert steps == [step for _, step, *_ in sorted(seen["val", index])]
 
 
+def test_validations_of_an_earlier_start_are_found(
+    folder: Path, tmp_path: Path
+) -> None:
+    for epochs in (1, 3):
+        plan = {"epochs": epochs, "val_interval": 2}
+        spec = spec_of(folder, plan, "b", quarantine=str(tmp_path / "quarantine"))
+        with raypipe.loader(spec, run_dir=tmp_path) as loader:
+            for _ in without_ray.every_batch(loader):
+                pass
+            loader.checkpoint()
+    replay = raypipe.replay(tmp_path)
+    steps = [5 * epoch for epoch in (1, 2, 3)]
+    assert [draw["step"] for draw in replay.when(3, "val")["draws"]] == steps
+    place = replay.place_of("val-e0000-s000000-m000")
+    assert replay.batch(place).position == place
+
+
 # The command
 
 

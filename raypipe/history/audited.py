@@ -88,7 +88,7 @@ class AuditedRecord:
         with damage_told(f"{run.address}: the record of its stream"):
             self._starts = [
                 (start, str(start.workers), sealed(vars(start.stream.record)))
-                for start in reversed(run.starts)
+                for start in run.starts
             ]
         self.findings: list[Finding] = []
         self.epochs: dict[int, dict[str, Any]] = {}
@@ -189,7 +189,7 @@ class AuditedRecord:
         return len(made_by) != 1
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
-        """The starts of the run that have the settings of a recorded one, the newest first."""
+        """The starts of the run that have the settings of a recorded one, in order."""
         wanted = (str(recorded.get("workers")), str(recorded.get("seal")))
         return [start for start, *settings in self._starts if tuple(settings) == wanted]
 
@@ -204,7 +204,7 @@ class AuditedRecord:
         lacking = set[str]()
         for place in places:
             hashes = self._epoch(place.epoch).recorded[place]
-            stream = self._starts_of(hashes.start)[0].stream
+            stream = self._run.start_at(place, self._starts_of(hashes.start)).stream
             if stream.lacks and stream.lacks not in lacking:
                 lacking.add(stream.lacks)
                 self._find("store", stream.lacks)

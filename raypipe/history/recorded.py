@@ -161,29 +161,36 @@ class RecordedRun:
 
     @property
     def differences(self) -> list[str]:
-        """Sentences that say what has changed since the run; empty = nothing."""
-        return self.stream.differences
+        """Sentences that say what has changed since the run, and since its earlier starts; empty = nothing."""
+        sentences = list(self.stream.differences)
+        for start in self.starts:
+            sentences += start.stream.changed_code
+        return list(dict.fromkeys(sentences))
 
     @property
     def plan(self) -> Plan:
         """The plan of the newest start, see `RecordedStream.plan`."""
         return self.stream.plan
 
-    def start_of(self, step: int, validates: bool = False) -> Start:
-        """Return the start that holds for a step.
+    def start_of(self, step: int) -> Start:
+        """Return the start that holds for a step."""
+        return self.start_at(MicroBatchId("train", 0, step - 1, 0))
+
+    def start_at(
+        self, place: MicroBatchId, starts: Sequence[Start] | None = None
+    ) -> Start:
+        """Return the start that holds for a micro-batch.
 
         Args:
-            validates: for the validation behind that step.
+            starts: those that may have made it, in order; None = all.
         """
-        for start in reversed(self.starts):
-            is_at_end = validates and start.validates and start.step == step
+        starts = starts or self.starts
+        step = self.step_of(place)
+        for start in reversed(starts):
+            is_at_end = place.split == "val" and start.validates and start.step == step
             if start.step < step or is_at_end:
                 return start
-        return self.starts[0]
-
-    def start_at(self, place: MicroBatchId) -> Start:
-        """Return the start that holds for a micro-batch."""
-        return self.start_of(self.step_of(place), place.split == "val")
+        return starts[0]
 
     def has_val(self, epoch: int) -> bool:
         """Return whether a validation follows an epoch: each start may have others."""

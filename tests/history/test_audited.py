@@ -425,6 +425,23 @@ def test_other_versions_on_a_resume_may_make_other_pixels(
     assert audited(tmp_path).findings == []
 
 
+def test_other_rounding_by_an_earlier_starts_versions_is_no_finding(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raypipe.streaming.record import opened
+
+    spec = stream(folder, epochs=2)
+    older = {**versions(), "torch": "1.0"}
+    with monkeypatch.context() as before:
+        before.setattr(opened, "versions", lambda: older)
+        trained(spec, tmp_path, until=STEPS)
+    redone(entry(2, 0, finished=flipped))(tmp_path)
+    trained(spec, tmp_path, begin=STEPS)
+    record = audited(tmp_path)
+    assert record.findings == []
+    assert "torch has changed since the run" in record.uncompared
+
+
 def test_a_step_that_a_restart_made_again_differently_is_found(
     folder: Path, tmp_path: Path
 ) -> None:

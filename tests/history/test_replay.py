@@ -408,6 +408,25 @@ def test_versions_and_code_that_changed_are_named(
     assert batch_hash(replay[1, 0]) == batch_hash(batches[0])
 
 
+def test_code_that_changed_between_two_starts_is_named(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raypipe.history import recorded_stream
+    from raypipe.streaming.record import opened
+
+    spec = stream(stores["train"])
+    for step, code in ((0, "a"), (5, "b")):
+        now = {"mod": code}
+        monkeypatch.setattr(opened, "user_code", now.copy)
+        cursor = spec.plan.cursor_at(step)
+        with logging_loader(spec, tmp_path / "run", cursor=cursor) as loader:
+            next(iter(next(loader.epochs()).train))
+    monkeypatch.setattr(recorded_stream, "user_code", now.copy)
+    assert raypipe.replay(tmp_path / "run").differences == [
+        "mod has changed since the run: it is b, and was a."
+    ]
+
+
 def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from raypipe.history.record_checks import damage_told
 from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import remade_of
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.record.digest_log import (
@@ -118,7 +118,7 @@ class AuditedRecord:
             record = self._epoch(epoch)
             self._check_epoch(epoch, record)
             if num := len(record.recorded):
-                is_complete = num == self._num_of_epoch(epoch)
+                is_complete = self._is_complete(epoch, record)
                 self.epochs[epoch] = {
                     "micro_batches": num,
                     "is_complete": is_complete,
@@ -135,13 +135,17 @@ class AuditedRecord:
             if rank not in ranks:
                 self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
 
-    def _num_of_epoch(self, epoch: int) -> int:
-        """The number of an epoch's micro-batches, of training and validation, on all ranks."""
+    def _is_complete(self, epoch: int, record: EpochRecord) -> bool:
+        """Return whether a record has all micro-batches of an epoch's training and of its validation."""
         plan = self._run.plan
-        num_steps = plan.training_of(epoch).num_delivered
+        num_steps: dict[Split, int] = {"train": plan.training_of(epoch).num_delivered}
         if self._run.has_val(epoch):
-            num_steps += plan.val_steps
-        return num_steps * plan.config.per_step
+            num_steps["val"] = plan.val_steps
+        splits = [place.split for place in record.recorded]
+        return all(
+            splits.count(split) == num * plan.config.per_step
+            for split, num in num_steps.items()
+        )
 
     def _check_epoch(self, epoch: int, record: EpochRecord) -> None:
         """Check the lines of an epoch, and drop those that are not the run's."""

@@ -16,6 +16,7 @@ import pytest
 from logged_runs import Changes, logging_loader, run_logged
 from pictures import CLASSES, picture, samples
 
+import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.audited import AuditedRecord
@@ -23,6 +24,7 @@ from raypipe.history.recorded import RecordedRun
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import sum_of
 from raypipe.streaming.spec import StreamSpec
@@ -405,6 +407,24 @@ def test_a_validation_of_an_earlier_start_is_of_the_run(
     record = audited(tmp_path, 1)
     assert record.findings == []
     assert [epoch["is_complete"] for epoch in record.epochs.values()] == [True] * 4
+
+
+def test_a_loops_own_validations_are_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """Where the plan has none: before the training, and behind the last epoch."""
+    spec = stream(folder, epochs=2, val_interval=2)
+    with logging_loader(spec, tmp_path, augment=AUGMENT) as loader:
+        taken = list(loader.validation())
+        for epoch in loader.epochs():
+            taken += [*epoch.train, *epoch.val]
+        taken += loader.validation()
+    record = audited(tmp_path)
+    assert record.findings == []
+    assert record.num_compared == len({batch.position for batch in taken})
+    assert all(epoch["is_complete"] for epoch in record.epochs.values())
+    replay = raypipe.replay(tmp_path)
+    for batch in (taken[0], taken[-1]):
+        place = replay.place_of(str(batch.position))
+        assert batch_hash(replay.batch(place)) == batch_hash(batch)
 
 
 def test_other_versions_on_a_resume_may_make_other_pixels(

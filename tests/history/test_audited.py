@@ -24,6 +24,7 @@ from raypipe.history.recorded import RecordedRun
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.bad_samples import BadSample, record_bad
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import sum_of
@@ -407,6 +408,23 @@ def test_a_validation_of_an_earlier_start_is_of_the_run(
     record = audited(tmp_path, 1)
     assert record.findings == []
     assert [epoch["is_complete"] for epoch in record.epochs.values()] == [True] * 4
+
+
+def test_a_sample_that_is_good_again_after_a_resume_is_of_its_batch(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It had killed its actors, say, and the step was done over again."""
+    uri = (tmp_path / "quarantine").as_uri()
+    spec = replace(stream(folder), quarantine=uri)
+    trained(spec, tmp_path, until=2)
+    index = int(spec.plan.indices(PLACE)[0])
+    for place in (PLACE, OTHER):
+        bad = BadSample(place, "train.lmdb", index, "", 0, "it killed", "store")
+        record_bad(uri, place, [bad])
+    trained(spec, tmp_path, until=2)
+    assert audited(tmp_path).findings == []
+    left = [path.stem for path in (tmp_path / "quarantine").iterdir()]
+    assert left == [str(OTHER)], "this step was not done again"
 
 
 def test_a_loops_own_validations_are_of_the_run(folder: Path, tmp_path: Path) -> None:

@@ -33,12 +33,13 @@ class History:
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
+        # a kill leaves a status of some seconds before the last record
+        steps = [int(record["step"]) for record in run.records]
         status = join_address(run.address, STATUS)
         if exists(status):
             with damage_told(status):
-                self.num_done = whole_number(read_json(status)["step"], "step")
-        else:
-            self.num_done = int(max((each["step"] for each in run.records), default=0))
+                steps.append(whole_number(read_json(status)["step"], "step"))
+        self.num_done = max(steps)
         self._validated = {
             record.get("epoch") for record in run.records if record.get("kind") == "val"
         }

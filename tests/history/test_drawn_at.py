@@ -196,6 +196,18 @@ def test_draws_have_come_or_are_to_come_by_the_runs_step(run_dir: Path) -> None:
         assert when(str(run_dir), name)["samples"] == [sample]
 
 
+def test_a_step_of_the_records_has_come_before_the_status_says_so(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """A kill leaves a status of some seconds before."""
+    killed = shutil.copytree(run_dir, tmp_path / "killed")
+    status = json.loads((killed / "status.json").read_text())
+    (killed / "status.json").write_text(json.dumps(status | {"step": 1}))
+    with (killed / "metrics.jsonl").open("a") as records:
+        records.write('{"kind": "train", "step": 6, "loss": 1.0}\n')
+    assert when(str(killed), "20")["step"] == 6
+
+
 def test_a_run_that_has_moved_keeps_its_bad_samples(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -274,7 +274,7 @@ class RecordedRun:
             raise ConfigError(
                 f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
             )
-        if not self.start_at(place).has_place(place):
+        if not any(start.has_place(place) for start in reversed(self.starts)):
             plan = self.plan
             raise ConfigError(
                 f"{self.address} has no micro-batch {place}: it has {plan.config.epochs:,} epochs of "

@@ -168,6 +168,20 @@ def test_validations_of_an_earlier_start_are_found(
     assert replay.batch(place).position == place
 
 
+def test_bad_samples_of_epochs_that_a_resume_left_out_are_no_error(
+    folder: Path, tmp_path: Path
+) -> None:
+    for epochs, begin in ((2, 0), (1, 3)):
+        quarantine = str(tmp_path / "quarantine")
+        spec = spec_of(folder, {"epochs": epochs}, quarantine=quarantine)
+        cursor = spec.plan.cursor_at(begin)
+        with logging_loader(spec, tmp_path, cursor=cursor) as loader:
+            assert list(without_ray.every_batch(loader))
+    found = when(str(tmp_path), bad=True)["samples"]
+    assert {Path(sample["name"]).name for sample in found} == {"004.png", "009.png"}
+    assert {draw["epoch"] for sample in found for draw in sample["draws"]} == {0}
+
+
 # The command
 
 

@@ -87,7 +87,7 @@ class AuditedRecord:
         )
         with damage_told(f"{run.address}: the record of its stream"):
             self._starts = [
-                (start, str(start.workers), sealed(vars(start.stream.record)))
+                (start, sealed(vars(start.stream.record), start.workers))
                 for start in run.starts
             ]
         self.findings: list[Finding] = []
@@ -126,7 +126,7 @@ class AuditedRecord:
                 }
                 self.places += sorted(record.recorded, key=_ORDER)
             for place, hashes in record.recorded.items():
-                workers = int(hashes.start["workers"])
+                workers = self._starts_of(hashes.start)[0].workers
                 steps.setdefault(workers, set()).add(self._run.step_of(place))
         # A rank that gets the batch of a second step has got the first one's with all others.
         trained = [workers for workers, of_start in steps.items() if len(of_start) > 1]
@@ -194,8 +194,7 @@ class AuditedRecord:
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
         """The starts of the run that have the settings of a recorded one, in order."""
-        wanted = (str(recorded.get("workers")), str(recorded.get("seal")))
-        return [start for start, *settings in self._starts if tuple(settings) == wanted]
+        return [start for start, seal in self._starts if seal == recorded.get("seal")]
 
     # Micro-batches that are made again
 

@@ -154,7 +154,7 @@ class DigestLog(Observer):
             "workers": world_size,
             "device": device.type,
             "cpu": cpu_kind(),
-            "seal": sealed(record),
+            "seal": sealed(record, world_size),
         }
         self._epoch = -1
         self._path = ""

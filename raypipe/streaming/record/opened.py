@@ -141,8 +141,8 @@ def recorded_stores(stores: Mapping[Split, Store]) -> dict[Split, list[StoreReco
     }
 
 
-def sealed(record: Mapping[str, Any]) -> str:
-    """Return a hash of what decides a stream's batches, see `settings_record`.
+def sealed(record: Mapping[str, Any], workers: int) -> str:
+    """Return a hash of what decides a stream's batches, see `settings_record`, and of W.
 
     How long the run is decides nothing, unless the augmentation's strength follows its progress.
     """
@@ -152,6 +152,7 @@ def sealed(record: Mapping[str, Any]) -> str:
     if not isinstance(augment.get("strength"), list):
         del plan["epochs"]
     kept = {name: record[name] for name in ("augment", "plan", "dtype")}
+    kept["workers"] = workers
     kept["arguments"] = record["arguments"] | {"plan": plan}
     text = json.dumps(kept, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

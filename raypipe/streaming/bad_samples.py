@@ -106,7 +106,7 @@ def record_bad(
 
 
 def recorded_in(folder_uri: str) -> set[str]:
-    """Return the names of the micro-batches that a quarantine has; empty where it has none, or cannot be read."""
+    """Return the names of the micro-batches in a quarantine; empty where there are none, or it cannot be read."""
     if not folder_uri:
         return set()
     with contextlib.suppress(*_UNREACHABLE), without_retries():

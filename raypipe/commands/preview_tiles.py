@@ -221,7 +221,7 @@ def find_draws(
 ) -> list[tuple[MicroBatchId | None, int]]:
     """Find the first micro-batch of an epoch that draws each sample, and the row there; None = none does."""
     draws: dict[int, tuple[MicroBatchId | None, int]] = {}
-    for index, place in plan.places_of(indices, epochs=[epoch]):
+    for index, place in plan.places_of(indices, "train", [epoch]):
         draws.setdefault(index, (place.micro_batch, place.row))
         if len(draws) == len(set(indices)):
             break

@@ -19,8 +19,7 @@ from raypipe.history.record_checks import damage_told
 from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import remade_of
-from raypipe.plan.places import MicroBatchId
-from raypipe.plan.schedule import Plan
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.record.digest_log import (
@@ -88,8 +87,8 @@ class AuditedRecord:
         )
         with damage_told(f"{run.address}: the record of its stream"):
             self._starts = [
-                (start, str(start.workers), sealed(vars(start.stream.record)))
-                for start in reversed(run.starts)
+                (start, sealed(vars(start.stream.record), start.workers))
+                for start in run.starts
             ]
         self.findings: list[Finding] = []
         self.epochs: dict[int, dict[str, Any]] = {}
@@ -114,22 +113,39 @@ class AuditedRecord:
 
     def check_record(self) -> None:
         """Check that no line is missing or foreign, and that hashes agree."""
-        trained = [start.workers for start in self._run.starts if start.has_trained]
-        ranks = {rank for _, rank, _ in self._files}
-        for rank in range(max(trained, default=1)):
-            if rank not in ranks:
-                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+        steps: dict[int, set[int]] = {}  # those of lines, by W
         for epoch in sorted({epoch for epoch, *_ in self._files}):
             record = self._epoch(epoch)
             self._check_epoch(epoch, record)
             if num := len(record.recorded):
-                is_complete = num == _num_of_epoch(self._run.plan, epoch)
+                is_complete = self._is_complete(epoch, record)
                 self.epochs[epoch] = {
                     "micro_batches": num,
                     "is_complete": is_complete,
                     "root": record.root,
                 }
                 self.places += sorted(record.recorded, key=_ORDER)
+            for place, hashes in record.recorded.items():
+                workers = self._starts_of(hashes.start)[0].workers
+                steps.setdefault(workers, set()).add(self._run.step_of(place))
+        # A rank that gets the batch of a second step has got the first one's with all others.
+        trained = [workers for workers, of_start in steps.items() if len(of_start) > 1]
+        ranks = {rank for _, rank, _ in self._files}
+        for rank in range(max(trained, default=1)):
+            if rank not in ranks:
+                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+
+    def _is_complete(self, epoch: int, record: EpochRecord) -> bool:
+        """Return whether a record has all micro-batches of an epoch's training and of its validation."""
+        plan = self._run.plan
+        num_steps: dict[Split, int] = {"train": plan.training_of(epoch).num_delivered}
+        if self._run.has_val(epoch):
+            num_steps["val"] = plan.val_steps
+        splits = [place.split for place in record.recorded]
+        return all(
+            splits.count(split) == num * plan.config.per_step
+            for split, num in num_steps.items()
+        )
 
     def _check_epoch(self, epoch: int, record: EpochRecord) -> None:
         """Check the lines of an epoch, and drop those that are not the run's."""
@@ -177,9 +193,8 @@ class AuditedRecord:
         return len(made_by) != 1
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
-        """The starts of the run that have the settings of a recorded one, the newest first."""
-        wanted = (str(recorded.get("workers")), str(recorded.get("seal")))
-        return [start for start, *settings in self._starts if tuple(settings) == wanted]
+        """The starts of the run that have the settings of a recorded one, in order."""
+        return [start for start, seal in self._starts if seal == recorded.get("seal")]
 
     # Micro-batches that are made again
 
@@ -192,7 +207,7 @@ class AuditedRecord:
         lacking = set[str]()
         for place in places:
             hashes = self._epoch(place.epoch).recorded[place]
-            stream = self._starts_of(hashes.start)[0].stream
+            stream = self._run.start_at(place, self._starts_of(hashes.start)).stream
             if stream.lacks and stream.lacks not in lacking:
                 lacking.add(stream.lacks)
                 self._find("store", stream.lacks)
@@ -256,11 +271,3 @@ class AuditedRecord:
         if epoch is not None:
             text = f"epoch {epoch}: {text}"
         self.findings.append(Finding(kind, text, epoch, name))
-
-
-def _num_of_epoch(plan: Plan, epoch: int) -> int:
-    """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    num_steps = plan.training_of(epoch).num_delivered
-    if plan.has_val(epoch):
-        num_steps += plan.val_steps
-    return num_steps * plan.config.per_step

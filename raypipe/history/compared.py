@@ -33,7 +33,7 @@ def other_records(first: RecordedRun, second: RecordedRun) -> dict[str, Any]:
 
 
 def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:
-    """Look for the first step at which two plans have other samples or other keys.
+    """Look for the first step that one of two plans skips, or that has other samples or other keys.
 
     Returns:
         The step, None = there is none among those compared; and how many steps were compared.
@@ -43,6 +43,11 @@ def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:
         return None, num_steps
     num_steps = min(num_steps, max(1, _MAX_DRAWS // one.global_batch_size))
     for step in range(num_steps):
+        is_skipped = one.skipped.has(step)
+        if is_skipped != other.skipped.has(step):
+            return step + 1, step + 1
+        if is_skipped:
+            continue
         if not np.array_equal(_drawn(one, step), _drawn(other, step)):
             return step + 1, step + 1
     return None, num_steps

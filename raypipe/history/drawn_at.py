@@ -5,16 +5,14 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
-import pyarrow.fs
-
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
-from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
+from raypipe.storage.files import names_of_lines, read_json
+from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.scan import sample_names
 from raypipe.streaming.bad_samples import BadSample
@@ -35,18 +33,19 @@ class History:
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
+        # a kill leaves a status of some seconds before the last record
+        steps = [int(record["step"]) for record in run.records]
         status = join_address(run.address, STATUS)
         if exists(status):
             with damage_told(status):
-                self.num_done = whole_number(read_json(status)["step"], "step")
-        else:
-            self.num_done = int(max((each["step"] for each in run.records), default=0))
+                steps.append(whole_number(read_json(status)["step"], "step"))
+        self.num_done = max(steps)
         self._validated = {
             record.get("epoch") for record in run.records if record.get("kind") == "val"
         }
         self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
-        for name in _names_in(folder) if folder else ():
+        for name in names_of_lines(folder) if folder else ():
             place = run.place_of(name)
             samples = run.stream.bad_samples(place)
             self._bad[place] = {sample.index: sample for sample in samples}
@@ -99,7 +98,7 @@ class History:
         """Read all micro-batches that the loop has flagged, in the order of the run's steps."""
         folder = join_address(as_uri(self._run.address), FLAGS)
         flags = []
-        for name in _names_in(folder):
+        for name in names_of_lines(folder):
             address = join_address(folder, f"{name}.jsonl")
             with damage_told(address):
                 for flag in read_lines(address):
@@ -131,7 +130,12 @@ class History:
             )
         errors = self._errors(split)
         draws: dict[int | None, list[dict[str, Any]]] = {index: [] for index in indices}
-        for index, place in plan.places_of([*indices, *errors], split):
+        epochs = [
+            epoch
+            for epoch in range(plan.config.epochs)
+            if split == "train" or self._run.has_val(epoch)
+        ]
+        for index, place in plan.places_of([*indices, *errors], split, epochs):
             draw = self._draw(place)
             bad = self._bad.get(place.micro_batch, {}).get(index)
             if bad:
@@ -171,14 +175,6 @@ class History:
             "replaced_by": None,
             "instead_of": None,
         }
-
-
-def _names_in(folder: str) -> list[str]:
-    """The names of a folder's files of JSON lines."""
-    filesystem, path = open_filesystem(folder)
-    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-    names = (info.base_name for info in filesystem.get_file_info(selector))
-    return [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
 
 
 def index_of(store: Store, name: str) -> int:

@@ -66,7 +66,6 @@ class Start(NamedTuple):
         validates: whether it began with the validation of that step.
         stream: the stream as it was opened; starts with the same record have the same one.
         settings: the settings of the stream by their whole names, plain values.
-        has_trained: whether the run has records of later steps.
     """
 
     step: int
@@ -74,17 +73,15 @@ class Start(NamedTuple):
     validates: bool
     stream: RecordedStream
     settings: dict[str, Any]
-    has_trained: bool
 
     def has_place(self, place: MicroBatchId) -> bool:
-        """Return whether its plan has a micro-batch of a place."""
+        """Return whether its plan has a micro-batch of a place; a loop may validate in any epoch."""
         plan = self.stream.plan
         steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
         return (
             place.epoch < plan.config.epochs
             and place.step < steps
             and place.micro < plan.config.per_step
-            and (place.split == "train" or plan.has_val(place.epoch))
         )
 
 
@@ -95,7 +92,6 @@ def _starts_in(
     given: dict[str, Any],
 ) -> list[Start]:
     """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
-    last = max((record["step"] for record in records), default=0)
     streams: dict[str, RecordedStream] = {}
     starts = []
     for record in records:
@@ -115,7 +111,6 @@ def _starts_in(
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),
-                record["step"] < last,
             )
         starts.append(start)
     if not starts:
@@ -165,29 +160,41 @@ class RecordedRun:
 
     @property
     def differences(self) -> list[str]:
-        """Sentences that say what has changed since the run; empty = nothing."""
-        return self.stream.differences
+        """Sentences that say what has changed since the run, and since its earlier starts; empty = nothing."""
+        sentences = list(self.stream.differences)
+        for start in self.starts:
+            sentences += start.stream.changed_code
+        return list(dict.fromkeys(sentences))
 
     @property
     def plan(self) -> Plan:
         """The plan of the newest start, see `RecordedStream.plan`."""
         return self.stream.plan
 
-    def start_of(self, step: int, validates: bool = False) -> Start:
-        """Return the start that holds for a step.
+    def start_of(self, step: int) -> Start:
+        """Return the start that holds for a step."""
+        return self.start_at(MicroBatchId("train", 0, step - 1, 0))
+
+    def start_at(
+        self, place: MicroBatchId, starts: Sequence[Start] | None = None
+    ) -> Start:
+        """Return the start that holds for a micro-batch.
 
         Args:
-            validates: for the validation behind that step.
+            starts: those that may have made it, in order; None = all.
         """
-        for start in reversed(self.starts):
-            is_at_end = validates and start.validates and start.step == step
+        starts = starts or self.starts
+        step = self.step_of(place)
+        for start in reversed(starts):
+            is_at_end = place.split == "val" and start.validates and start.step == step
             if start.step < step or is_at_end:
                 return start
-        return self.starts[0]
+        return starts[0]
 
-    def start_at(self, place: MicroBatchId) -> Start:
-        """Return the start that holds for a micro-batch."""
-        return self.start_of(self.step_of(place), place.split == "val")
+    def has_val(self, epoch: int) -> bool:
+        """Return whether a validation follows an epoch: each start may have others."""
+        start = self.start_at(MicroBatchId("val", epoch, 0, 0))
+        return start.stream.plan.has_val(epoch)
 
     def step_of(self, place: MicroBatchId) -> int:
         """Return the step of a micro-batch; for a validation, the step before it."""
@@ -267,7 +274,7 @@ class RecordedRun:
             raise ConfigError(
                 f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
             )
-        if not self.starts[-1].has_place(place):
+        if not any(start.has_place(place) for start in reversed(self.starts)):
             plan = self.plan
             raise ConfigError(
                 f"{self.address} has no micro-batch {place}: it has {plan.config.epochs:,} epochs of "

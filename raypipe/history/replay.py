@@ -171,7 +171,7 @@ class Replay(RecordedRun):
         pixels = None
         unknown = ""
         try:
-            for step in begins[:_MAX_MADE]:
+            for step in [at for at in begins if not self.is_skipped(at)][:_MAX_MADE]:
                 hashes = [[*map(batch_hash, run[step])] for run in (self, other)]
                 made.append(step)
                 if hashes[0] != hashes[1]:

@@ -458,8 +458,8 @@ class Plan:
     def places_of(
         self,
         samples: Sequence[int],
-        split: Split = "train",
-        epochs: Iterable[int] | None = None,
+        split: Split,
+        epochs: Iterable[int],
     ) -> Iterator[tuple[int, SamplePlace]]:
         """Yield where the run draws samples, in the order of the run, each place with its sample.
 
@@ -467,17 +467,15 @@ class Plan:
 
         Args:
             samples: as in `draw`: in a mixture, counted through its stores, one after the other.
-            epochs: those to look in; None = all of the run. A validation is looked for only where one follows.
+            epochs: those to look in, each of which has the split.
         """
         of_validation = list[tuple[int, int]]()
         if split == "val":
             of_validation += self._drawn(samples, split, 0)
-        for epoch in range(self.config.epochs) if epochs is None else epochs:
+        for epoch in epochs:
             found: Iterable[tuple[int, int]] = of_validation
             if split == "train":
                 found = self._drawn(samples, split, epoch)
-            elif not self.has_val(epoch):
-                continue
             begin = epoch * self.steps_per_epoch
             for index, position in found:
                 number, row = divmod(position, self.config.micro_batch_size)

@@ -95,6 +95,14 @@ def read_text(address: str | Path, max_bytes: int) -> str:
         raise ConfigError(f"{address} is not text: {error}") from error
 
 
+def names_of_lines(folder: str) -> list[str]:
+    """The names of a folder's files of JSON lines, without their ending; empty where there is no folder."""
+    filesystem, path = open_filesystem(folder)
+    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+    names = (info.base_name for info in filesystem.get_file_info(selector))
+    return [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
+
+
 def write_json(address: str | Path, content: dict[str, Any]) -> None:
     """Write an object as JSON, see `write_bytes`."""
     write_text(address, json.dumps(content, indent=1))

@@ -9,6 +9,7 @@ try_samples       a few samples in the driver, before anything is started
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -27,7 +28,13 @@ from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import Columns, name_of, title_of
-from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
+from raypipe.streaming.bad_samples import (
+    BadSample,
+    BadSampleBudget,
+    forget_bad,
+    record_bad,
+    recorded_in,
+)
 from raypipe.streaming.sample_makers import NUM_REMADE, Maker, SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.presets import is_preset
@@ -529,7 +536,14 @@ class MicroBatchMaker:
             if bad_here:
                 self._log_place(batch.position)
                 record_bad(self._spec.quarantine, batch.position, bad_here)
+            elif str(batch.position) in self._recorded_before:
+                forget_bad(self._spec.quarantine, batch.position)
             self._budget.spend(bad_here, len(batch.index))
+
+    @functools.cached_property
+    def _recorded_before(self) -> set[str]:
+        """The micro-batches that earlier starts of the run have recorded with bad samples."""
+        return recorded_in(self._spec.quarantine)
 
     def _log_place(self, position: MicroBatchId) -> None:
         log_place(

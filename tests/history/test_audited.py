@@ -16,6 +16,7 @@ import pytest
 from logged_runs import Changes, logging_loader, run_logged
 from pictures import CLASSES, picture, samples
 
+import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.history.audited import AuditedRecord
@@ -23,6 +24,8 @@ from raypipe.history.recorded import RecordedRun
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.bad_samples import BadSample, record_bad
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import sum_of
 from raypipe.streaming.spec import StreamSpec
@@ -54,12 +57,13 @@ def trained(
     begin: int = 0,
     until: int = 100,
     lost: int = 0,
+    augment: AugmentConfig = AUGMENT,
     **options: Any,
 ) -> None:
     """Train from a step on to another one, at which the ranks are killed, with a number of lines that are lost."""
     for rank in range(ranks):
         cursor = spec.plan.cursor_at(begin)
-        loader = logging_loader(spec, run, rank, ranks, cursor, AUGMENT, **options)
+        loader = logging_loader(spec, run, rank, ranks, cursor, augment, **options)
         with loader:
             for _ in batches(loader, until):
                 pass
@@ -71,6 +75,8 @@ def trained(
 
 def batches(loader: Any, until: int) -> Iterator[Any]:
     for epoch in loader.epochs():
+        if loader.global_step >= until:
+            return
         for batch in epoch.train:
             yield batch
             if loader.global_step >= until:
@@ -351,6 +357,7 @@ HONEST |= {
     "steps left out": [(0, 5, 1, {}), (4, 100, 2, {"skip": ["6..7"]})],
     "another plan": [(0, 2, 1, {"seed": 4}), (0, 100, 1, {})],
     "begun late": [(2, 100, 2, {})],
+    "killed before its first batch": [(0, 0, 2, {}), (0, 100, 1, {})],
 }
 
 
@@ -362,6 +369,80 @@ def test_an_honest_run_has_no_findings(kind: str, folder: Path, tmp_path: Path) 
         trained(spec, tmp_path / "run", ranks, begin, end, lost)
     record = audited(tmp_path / "run", 3)
     assert record.findings == [] and record.num_compared == 3
+
+
+def test_strengths_of_a_run_that_was_made_longer_are_those_of_each_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    growing = replace(AUGMENT, preset="strong", strength=(0.3, 1.0, 0.5))
+    trained(stream(folder, epochs=1), tmp_path, augment=growing)
+    trained(stream(folder, epochs=2), tmp_path, begin=STEPS, augment=growing)
+    record = audited(tmp_path)
+    assert record.findings == [] and record.num_compared == 2 * PER_EPOCH
+
+
+def test_hashes_may_be_recorded_from_a_resume_on(folder: Path, tmp_path: Path) -> None:
+    spec = stream(folder)
+    trained(spec, tmp_path, 2, until=2)
+    shutil.rmtree(tmp_path / "digests")
+    trained(spec, tmp_path, begin=2)
+    assert audited(tmp_path, 1).findings == []
+
+
+def test_lines_that_a_lost_machine_had_not_written_are_no_finding(
+    folder: Path, tmp_path: Path
+) -> None:
+    spec = stream(folder)
+    trained(spec, tmp_path, 2, until=5)
+    path = digest_file(tmp_path, 1, rank=1)
+    path.write_text("".join(lines_of(path)[:-1]))
+    trained(spec, tmp_path, begin=3)
+    assert audited(tmp_path, 1).findings == []
+
+
+def test_a_validation_of_an_earlier_start_is_of_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    trained(stream(folder, epochs=1, val_interval=2), tmp_path)
+    trained(stream(folder, epochs=4, val_interval=2), tmp_path, begin=STEPS)
+    record = audited(tmp_path, 1)
+    assert record.findings == []
+    assert [epoch["is_complete"] for epoch in record.epochs.values()] == [True] * 4
+
+
+def test_a_sample_that_is_good_again_after_a_resume_is_of_its_batch(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It had killed its actors, say, and the step was done over again."""
+    uri = (tmp_path / "quarantine").as_uri()
+    spec = replace(stream(folder), quarantine=uri)
+    trained(spec, tmp_path, until=2)
+    index = int(spec.plan.indices(PLACE)[0])
+    for place in (PLACE, OTHER):
+        bad = BadSample(place, "train.lmdb", index, "", 0, "it killed", "store")
+        record_bad(uri, place, [bad])
+    trained(spec, tmp_path, until=2)
+    assert audited(tmp_path).findings == []
+    left = [path.stem for path in (tmp_path / "quarantine").iterdir()]
+    assert left == [str(OTHER)], "this step was not done again"
+
+
+def test_a_loops_own_validations_are_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """Where the plan has none: before the training, and behind the last epoch."""
+    spec = stream(folder, epochs=2, val_interval=2)
+    with logging_loader(spec, tmp_path, augment=AUGMENT) as loader:
+        taken = list(loader.validation())
+        for epoch in loader.epochs():
+            taken += [*epoch.train, *epoch.val]
+        taken += loader.validation()
+    record = audited(tmp_path)
+    assert record.findings == []
+    assert record.num_compared == len({batch.position for batch in taken})
+    assert all(epoch["is_complete"] for epoch in record.epochs.values())
+    replay = raypipe.replay(tmp_path)
+    for batch in (taken[0], taken[-1]):
+        place = replay.place_of(str(batch.position))
+        assert batch_hash(replay.batch(place)) == batch_hash(batch)
 
 
 def test_other_versions_on_a_resume_may_make_other_pixels(
@@ -380,6 +461,23 @@ def test_other_versions_on_a_resume_may_make_other_pixels(
     monkeypatch.undo()
     trained(spec, tmp_path, begin=1)
     assert audited(tmp_path).findings == []
+
+
+def test_other_rounding_by_an_earlier_starts_versions_is_no_finding(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raypipe.streaming.record import opened
+
+    spec = stream(folder, epochs=2)
+    older = {**versions(), "torch": "1.0"}
+    with monkeypatch.context() as before:
+        before.setattr(opened, "versions", lambda: older)
+        trained(spec, tmp_path, until=STEPS)
+    redone(entry(2, 0, finished=flipped))(tmp_path)
+    trained(spec, tmp_path, begin=STEPS)
+    record = audited(tmp_path)
+    assert record.findings == []
+    assert "torch has changed since the run" in record.uncompared
 
 
 def test_a_step_that_a_restart_made_again_differently_is_found(

@@ -151,6 +151,37 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
         assert steps == [step for _, step, *_ in sorted(seen["val", index])]
 
 
+def test_validations_of_an_earlier_start_are_found(
+    folder: Path, tmp_path: Path
+) -> None:
+    for epochs in (1, 3):
+        plan = {"epochs": epochs, "val_interval": 2}
+        spec = spec_of(folder, plan, "b", quarantine=str(tmp_path / "quarantine"))
+        with raypipe.loader(spec, run_dir=tmp_path) as loader:
+            for _ in without_ray.every_batch(loader):
+                pass
+            loader.checkpoint()
+    replay = raypipe.replay(tmp_path)
+    steps = [5 * epoch for epoch in (1, 2, 3)]
+    assert [draw["step"] for draw in replay.when(3, "val")["draws"]] == steps
+    place = replay.place_of("val-e0000-s000000-m000")
+    assert replay.batch(place).position == place
+
+
+def test_bad_samples_of_epochs_that_a_resume_left_out_are_no_error(
+    folder: Path, tmp_path: Path
+) -> None:
+    for epochs, begin in ((2, 0), (1, 3)):
+        quarantine = str(tmp_path / "quarantine")
+        spec = spec_of(folder, {"epochs": epochs}, quarantine=quarantine)
+        cursor = spec.plan.cursor_at(begin)
+        with logging_loader(spec, tmp_path, cursor=cursor) as loader:
+            assert list(without_ray.every_batch(loader))
+    found = when(str(tmp_path), bad=True)["samples"]
+    assert {Path(sample["name"]).name for sample in found} == {"004.png", "009.png"}
+    assert {draw["epoch"] for sample in found for draw in sample["draws"]} == {0}
+
+
 # The command
 
 
@@ -177,6 +208,18 @@ def test_draws_have_come_or_are_to_come_by_the_runs_step(run_dir: Path) -> None:
     *_, folder, file = sample["name"].split("/")
     for name in (sample["name"], f"{folder}/{file}", file):
         assert when(str(run_dir), name)["samples"] == [sample]
+
+
+def test_a_step_of_the_records_has_come_before_the_status_says_so(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """A kill leaves a status of some seconds before."""
+    killed = shutil.copytree(run_dir, tmp_path / "killed")
+    status = json.loads((killed / "status.json").read_text())
+    (killed / "status.json").write_text(json.dumps(status | {"step": 1}))
+    with (killed / "metrics.jsonl").open("a") as records:
+        records.write('{"kind": "train", "step": 6, "loss": 1.0}\n')
+    assert when(str(killed), "20")["step"] == 6
 
 
 def test_a_run_that_has_moved_keeps_its_bad_samples(

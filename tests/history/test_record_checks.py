@@ -220,7 +220,7 @@ def test_an_address_that_a_run_names_is_called_by_the_word_of_trust(
         called.extend([address] * ("stranger" in address))
         return open_filesystem(address)
 
-    for module in ("stores.addresses", "history.drawn_at"):
+    for module in ("stores.addresses", "storage.files"):
         monkeypatch.setattr(f"raypipe.{module}.open_filesystem", opened)
     altered_start(run, place, "gone://stranger/a.tar")
     shutil.rmtree(run / "quarantine")

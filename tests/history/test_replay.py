@@ -318,6 +318,10 @@ def test_an_object_is_given_again(stores: dict[str, Path], tmp_path: Path) -> No
         ConfigError, match=r"train_transform was an object.*replay\(run, train_transf"
     ):
         replay[1]
+    with pytest.raises(
+        ConfigError, match=r"augment\.module was an object.*replay\(run, augment=…\)"
+    ):
+        raypipe.replay(tmp_path / "run", train_transform=shifted)[1]
     indices = [row["index"] for row in replay.samples(1)]
     assert indices == [index for batch in batches[:4] for index in batch.index.tolist()]
     check_same(tmp_path / "run", batches[:4], train_transform=shifted, augment=module)
@@ -404,6 +408,25 @@ def test_versions_and_code_that_changed_are_named(
     assert batch_hash(replay[1, 0]) == batch_hash(batches[0])
 
 
+def test_code_that_changed_between_two_starts_is_named(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raypipe.history import recorded_stream
+    from raypipe.streaming.record import opened
+
+    spec = stream(stores["train"])
+    for step, code in ((0, "a"), (5, "b")):
+        now = {"mod": code}
+        monkeypatch.setattr(opened, "user_code", now.copy)
+        cursor = spec.plan.cursor_at(step)
+        with logging_loader(spec, tmp_path / "run", cursor=cursor) as loader:
+            next(iter(next(loader.epochs()).train))
+    monkeypatch.setattr(recorded_stream, "user_code", now.copy)
+    assert raypipe.replay(tmp_path / "run").differences == [
+        "mod has changed since the run: it is b, and was a."
+    ]
+
+
 def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -450,3 +473,8 @@ def test_a_comparison_says_where_two_runs_part(
     larger = replace(TRANSFORM, size={0: 16, 1: 24})
     resized = compared("resized", transform=larger)
     assert (resized["order"], resized["pixels"]) == (None, 7)
+    skipped = compared("skipped", {"skip": ["1..2", 7]})
+    assert (skipped["order"], skipped["equal"]) == (1, False)
+    itself = raypipe.replay(tmp_path / "skipped")
+    same = itself.compare(itself)
+    assert (same["equal"], same["unknown"], same["made_steps"]) == (True, "", [13])

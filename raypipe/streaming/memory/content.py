@@ -20,7 +20,7 @@ import pickle
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,20 @@ Recipe = tuple[Maker, Size, float, np.ndarray, np.ndarray]
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
+class _Code(NamedTuple):
+    """What is known of a maker of samples: all of a key but samples and strength.
+
+    Attributes:
+        digest: hash over store, transform, size, settings and versions.
+        is_fixed: no step is random, so that keys of samples decide nothing.
+        is_public: other streams can have the same content, since no code of the user's is part of it.
+    """
+
+    digest: bytes
+    is_fixed: bool
+    is_public: bool
+
+
 class Contents:
     """Contents of a stream, as one of its processes makes them.
 
@@ -74,100 +88,81 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._digests: dict[tuple[Split, Maker], bytes] = {}
+        self._codes: dict[tuple[Split, Maker], _Code] = {}
 
     def is_fixed(self, split: Split) -> bool:
-        """Return whether no step of a split is random, so that keys of samples decide nothing."""
-        return _is_fixed(self._spec, self._first(split)[0])
+        """Return whether no step of a split is random."""
+        return self._first(split).is_fixed
 
     def is_public(self, split: Split) -> bool:
-        """Return whether other streams can have the same content, since no code of the user's is part of it."""
-        code = self._first(split)[0]
-        return _is_public(self._spec, split, code, _steps_of(code))
+        """Return whether other streams can have the same content."""
+        return self._first(split).is_public
 
     def of_training(self) -> str:
         """Return a hash of all that a training makes: streams of one hash are alike. "" = like no other."""
-        if not self.is_public("train"):
+        code = self._first("train")
+        if not code.is_public:
             return ""
         config = self._spec.plan.config
         rank, world_size = self._spec.share
         share = f"{rank}-{world_size}"
-        digest = self._of("train", *self._first("train")[:2]).hex()
-        return f"{digest}-{config.seed}-{config.micro_batch_size}-{share}"
+        return f"{code.digest.hex()}-{config.seed}-{config.micro_batch_size}-{share}"
 
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
         """Return the key of each micro-batch of a block."""
-        split = block[0].split
         keys = []
-        for code, size, strength, indices, of_samples in self._recipes(block):
-            digest = hashlib.blake2b(
-                self._of(split, code, size), digest_size=_KEY_BYTES
-            )
+        for maker, size, strength, indices, of_samples in self._recipes(block):
+            code = self._of(block[0].split, maker, size)
+            digest = hashlib.blake2b(code.digest, digest_size=_KEY_BYTES)
             digest.update(f"{strength!r} {len(indices)} ".encode())
             digest.update(np.ascontiguousarray(indices).data)
-            if not _is_fixed(self._spec, code):
+            if not code.is_fixed:
                 digest.update(np.ascontiguousarray(of_samples).data)
             keys.append(digest.digest())
         return keys
 
-    def _first(self, split: Split) -> Recipe:
-        """The recipe of a split's first micro-batch."""
-        (recipe,) = self._recipes([MicroBatchId(split, 0, 0, 0)])
-        return recipe
+    def _first(self, split: Split) -> _Code:
+        """The code of a split's first micro-batch."""
+        ((maker, size, *_),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
+        return self._of(split, maker, size)
 
-    def _of(self, split: Split, code: Maker, size: Size) -> bytes:
-        """The hash over store, transform, settings and versions of the keys of one split and size."""
-        pair = (split, code)
-        if pair not in self._digests:
-            self._digests[pair] = _digest_of(
-                self._spec, split, code, size, self._stream
-            )
-        return self._digests[pair]
+    def _of(self, split: Split, maker: Maker, size: Size) -> _Code:
+        pair = (split, maker)
+        if pair not in self._codes:
+            self._codes[pair] = self._code(split, maker, size)
+        return self._codes[pair]
 
-
-def _is_fixed(spec: StreamSpec, code: Maker) -> bool:
-    every = [transform for _, transform in code.transforms]
-    # without a transform, a Dataset makes the items
-    has_function = spec.columns.function is not None
-    return bool(every) and not has_function and all(one.is_fixed for one in every)
-
-
-def _steps_of(code: Maker) -> list[tuple[str, str | None]]:
-    """The transforms of each image in words, see `_described`, at full strength: a key has its own."""
-    code.weaken(1.0)
-    return [(field, _described(transform)) for field, transform in code.transforms]
-
-
-def _is_public(
-    spec: StreamSpec, split: Split, code: Maker, steps: list[tuple[str, str | None]]
-) -> bool:
-    has_facts = spec.store_facts.get(split) is not None
-    are_described = all(description is not None for _, description in steps)
-    return has_facts and not code.has_user_code and are_described
-
-
-def _digest_of(
-    spec: StreamSpec, split: Split, code: Maker, size: Size, stream: str
-) -> bytes:
-    steps = _steps_of(code)
-    is_public = _is_public(spec, split, code, steps)
-    is_exact = all(not transform.has_rest for _, transform in code.transforms)
-    settings = dataclasses.asdict(spec.transform)
-    columns = dataclasses.replace(spec.columns, function=None)
-    facts = [
-        split,
-        spec.store_facts.get(split),
-        steps,
-        size,
-        {name: settings[name] for name in settings if name not in _ELSEWHERE},
-        repr(columns),
-        spec.transform.max_bad_fraction > 0,
-        {"machine": platform.machine(), "versions": versions()},
-        "" if is_exact and is_public else processor(),
-        "" if is_public else stream,
-    ]
-    content = json.dumps(facts, default=_plain).encode()
-    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
+    def _code(self, split: Split, maker: Maker, size: Size) -> _Code:
+        spec = self._spec
+        maker.weaken(1.0)  # a key has its own strength
+        transforms = [transform for _, transform in maker.transforms]
+        steps = [
+            (field, _described(transform)) for field, transform in maker.transforms
+        ]
+        are_described = all(description is not None for _, description in steps)
+        of_store = spec.store_facts.get(split)
+        is_public = of_store is not None and not maker.has_user_code and are_described
+        is_exact = not any(transform.has_rest for transform in transforms)
+        # without a transform, a Dataset makes the items
+        has_function = spec.columns.function is not None or not transforms
+        is_fixed = not has_function and all(one.is_fixed for one in transforms)
+        settings = dataclasses.asdict(spec.transform)
+        columns = dataclasses.replace(spec.columns, function=None)
+        facts = [
+            split,
+            of_store,
+            steps,
+            size,
+            {name: settings[name] for name in settings if name not in _ELSEWHERE},
+            repr(columns),
+            spec.transform.max_bad_fraction > 0,
+            {"machine": platform.machine(), "versions": versions()},
+            "" if is_exact and is_public else processor(),
+            "" if is_public else self._stream,
+        ]
+        content = json.dumps(facts, default=_plain).encode()
+        digest = hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
+        return _Code(digest, is_fixed, is_public)
 
 
 def _described(transform: SampleTransform) -> str | None:

@@ -154,7 +154,7 @@ class DigestLog(Observer):
             "workers": world_size,
             "device": device.type,
             "cpu": cpu_kind(),
-            "seal": sealed(record),
+            "seal": sealed(record, world_size),
         }
         self._epoch = -1
         self._path = ""
@@ -182,11 +182,16 @@ class DigestLog(Observer):
                 self.flush(synced=batch.ends_split)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Count again what this rank has of an epoch: a machine that was lost may have lost lines."""
+        """Count again what an epoch has of this rank, and of ranks that W has no more.
+
+        A machine that was lost may have lost lines.
+        """
         self._epoch = epoch
         with self._best_effort():
-            for *of_file, path in recorded_files((self._filesystem, self._folder)):
-                if of_file == [epoch, self._start["rank"]]:
+            files = recorded_files((self._filesystem, self._folder))
+            for of_epoch, rank, path in files:
+                is_own = rank % self._start["workers"] == self._start["rank"]
+                if of_epoch == epoch and is_own:
                     lines, is_whole = _read_lines(self._filesystem, path)
                     if not is_whole:
                         self._write_count(path, (len(lines), sum_of(lines)))

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # Arguments that decide nothing in a stream, or that a replay sets itself.
 _NOT_RECORDED = ("pool", "quarantine", "run", "log_format", "in_memory")
-# Settings that decide how long a run is, and nothing that is in its micro-batches.
-_NOT_SEALED = ("epochs", "val_interval")
 
 
 @dataclass(frozen=True)
@@ -143,12 +141,18 @@ def recorded_stores(stores: Mapping[Split, Store]) -> dict[Split, list[StoreReco
     }
 
 
-def sealed(record: Mapping[str, Any]) -> str:
-    """Return a hash of what decides a stream's batches, see `settings_record`, but not of how long the run is."""
+def sealed(record: Mapping[str, Any], workers: int) -> str:
+    """Return a hash of what decides a stream's batches, see `settings_record`, and of W.
+
+    How long the run is decides nothing, unless the augmentation's strength follows its progress.
+    """
     plan = dict(record["arguments"]["plan"]["settings"])
-    for name in _NOT_SEALED:
-        plan.pop(name, None)
+    del plan["val_interval"]
+    augment = (record["augment"] or {}).get("settings", {})
+    if not isinstance(augment.get("strength"), list):
+        del plan["epochs"]
     kept = {name: record[name] for name in ("augment", "plan", "dtype")}
+    kept["workers"] = workers
     kept["arguments"] = record["arguments"] | {"plan": plan}
     text = json.dumps(kept, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

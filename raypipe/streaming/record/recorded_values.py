@@ -78,7 +78,7 @@ def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None)
         return albumentations().from_dict(entry["albumentations"])
     raise ConfigError(
         f"{name} was an object ({entry['object']}), which a run's folder cannot keep: give it again, "
-        f"raypipe.replay(run, {name.rpartition('.')[2]}=…)"
+        f"raypipe.replay(run, {name.partition('.')[0]}=…)"
     )
 
 

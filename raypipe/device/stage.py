@@ -63,13 +63,10 @@ class DeviceStage:
         }
         self._train_dtype = self._dtypes.get("train", dtype or torch.float32)
         self.config = normalization(augment, endings.get("train")) if augment else None
-        self._normalize = dict[Split, Normalize]()
-        with pinned(self._device):
-            for split, ending in endings.items():
-                if config := normalization(augment, ending, split):
-                    self._normalize[split] = Normalize(
-                        config, self._device, self._dtypes[split]
-                    )
+        self._configs = {
+            split: normalization(augment, ending, split)
+            for split, ending in endings.items()
+        }
 
     @functools.cached_property
     def augment(self) -> DeviceAugment | None:
@@ -79,6 +76,20 @@ class DeviceStage:
         return DeviceAugment(
             self.config, self._device, self._train_dtype, self._batches
         )
+
+    @functools.cached_property
+    def _normalize(self) -> dict[Split, Normalize]:
+        """The normalization of each split whose pipeline had an ending; one without is left out."""
+        normalize = {}
+        with pinned(self._device):
+            for split, config in self._configs.items():
+                if self.augment and not self._batches.endings[split].normalizes:
+                    # a Normalize at the end of its module is that of validations, too
+                    config = self.augment.config
+                if config:
+                    dtype = self._dtypes[split]
+                    normalize[split] = Normalize(config, self._device, dtype)
+        return normalize
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""

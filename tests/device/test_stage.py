@@ -55,6 +55,18 @@ def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> Non
             torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_module_that_normalizes_behind_floats_is_that_of_validations_too() -> None:
+    floats = Ending("ToDtype", "float32", (0.0,) * 3, (1.0,) * 3, normalizes=False)
+    module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
+    endings: dict[Split, Ending] = {"train": floats, "val": floats}
+    of_both = stage(IMAGES._replace(endings=endings), AugmentConfig(module=module))
+    for split in endings:
+        given = batch(split)
+        expected = (given.image.float() / 255 - 0.5) / 0.25
+        image = of_both(given, 1.0).image
+        torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rank_0_says_once_where_the_ending_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

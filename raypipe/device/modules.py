@@ -260,7 +260,7 @@ class ModuleSteps:
                 return _moved(step, augmented)
             more = {"strength": strength} if id(step) in self._take_strength else {}
             if LABEL in augmented.targets and _takes_target(step):
-                return _replaced(step, augmented, more)
+                return _replaced(step, augmented, counts, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
@@ -423,16 +423,26 @@ def _takes_target(step: Any) -> bool:
     return len(given) == 2 and "strength" not in given
 
 
-def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augmented:
-    """Apply a step that returns images and targets; all rows of a training have weight."""
+def _replaced(
+    step: Any, augmented: Augmented, counts: np.ndarray, more: Mapping[str, Any]
+) -> Augmented:
+    """Apply a step that returns images and targets to the rows with weight: no padding is mixed into them."""
     given = augmented.targets[LABEL]
-    returned = step(augmented.image, given, **more)
+    has_padding = counts.any() and not counts.all()
+    if has_padding:
+        rows = _sent(torch.from_numpy(np.flatnonzero(counts)), given)
+        returned = step(augmented.image[rows], given[rows], **more)
+    else:
+        returned = step(augmented.image, given, **more)
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
             f"augment.module={_named(step)} gets images and targets, and returned {shape_of(returned)}: it must "
             "return both"
         )
     image, target = returned
+    if has_padding:
+        image = _with_padding(image, rows, len(counts))
+        target = _with_padding(target, rows, len(counts))
     if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
         raise ConfigError(
             f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
@@ -440,6 +450,13 @@ def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augme
         )
     targets = {**augmented.targets, LABEL: target}
     return replace(augmented, image=image, targets=targets)
+
+
+def _with_padding(values: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
+    """Return values of some rows among zeros for the others of so many."""
+    padded = values.new_zeros((num, *values.shape[1:]))
+    padded[rows] = values
+    return padded
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

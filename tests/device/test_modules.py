@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import kornia.augmentation as K  # noqa: N812 # as everybody writes it
@@ -372,6 +373,25 @@ def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> Non
         torch.testing.assert_close(found.image, image, atol=1e-6, rtol=1e-6)
         assert torch.equal(found.target, target) and found.mix is None
     assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
+
+
+def test_a_step_of_images_and_targets_mixes_no_padding_into_samples() -> None:
+    augment = DeviceAugment(
+        AugmentConfig(module=v2.MixUp(num_classes=6), mean=PLAIN.mean, std=PLAIN.std),
+        CPU,
+    )
+    whole = host()
+    weight = np.array([1, 1, 1, 1, 0, 0], np.float32)
+    index = np.where(weight > 0, whole.index, -1)
+    padded = replace(whole, index=index, weight=weight)
+    (batch,) = on_device([padded], CPU, lambda at: 77)
+    found = augment.of_batch(batch, 1.0)
+    with all_seeded(batch.seed):
+        torch.manual_seed(batch.seed)
+        image, target = v2.MixUp(num_classes=6)(pixels()[:4], batch.target[:4])
+    torch.testing.assert_close(found.image[:4], image, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found.target[:4], target)
+    assert not found.image[4:].any() and not found.target[4:].any()
 
 
 class Remembering(nn.Module):

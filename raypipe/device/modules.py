@@ -14,7 +14,6 @@ refuses what would leave a target behind.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -214,6 +213,7 @@ class ModuleSteps:
         self.normalizes = normalization_of(module) is not None
         # by their identity: a callable need not have a hash
         self._take_strength = set[int]()
+        self._take_target = {id(step) for step in own if _takes_target(step)}
         self._scaled: dict[tuple[nn.Module, str], float] = {}
         for step in self.steps:
             if "strength" in inspect.signature(_call_of(step)).parameters:
@@ -259,7 +259,7 @@ class ModuleSteps:
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
             more = {"strength": strength} if id(step) in self._take_strength else {}
-            if LABEL in augmented.targets and _takes_target(step):
+            if LABEL in augmented.targets and id(step) in self._take_target:
                 return _replaced(step, augmented, counts, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
@@ -409,7 +409,6 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
     return replace(augmented, image=image, mix=mix)
 
 
-@functools.lru_cache
 def _takes_target(step: Any) -> bool:
     """True for a step that is called as (images, target), as scripts call MixUp and CutMix of torchvision."""
     if type(step).__module__.startswith("torchvision.transforms.v2."):

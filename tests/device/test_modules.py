@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import kornia.augmentation as K  # noqa: N812 # as everybody writes it
@@ -373,6 +373,20 @@ def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> Non
         torch.testing.assert_close(found.image, image, atol=1e-6, rtol=1e-6)
         assert torch.equal(found.target, target) and found.mix is None
     assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
+
+
+@dataclass
+class Darker:
+    """A callable without a hash, as a dataclass is."""
+
+    factor: float
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return images * self.factor
+
+
+def test_a_step_needs_no_hash() -> None:
+    torch.testing.assert_close(made(Darker(0.5)).image, pixels() * 0.5)
 
 
 def test_a_step_of_images_and_targets_mixes_no_padding_into_samples() -> None:

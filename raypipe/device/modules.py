@@ -131,12 +131,7 @@ def resolved(config: AugmentConfig, ending: Ending | None = None) -> AugmentConf
 def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Return mean and std of the `Normalize`, Kornia's or torchvision's, at a module's end; None = it has none."""
     last = module
-    while isinstance(last, nn.Sequential) or isinstance(
-        getattr(last, "transforms", None), list
-    ):
-        children = list(getattr(last, "transforms", None) or last)
-        if not children:
-            return None
+    while children := _children_in_order(last):
         last = children[-1]
     if type(last).__name__ != "Normalize" or not isinstance(last, nn.Module):
         return None
@@ -151,6 +146,14 @@ def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     channels = 3 if channels == 1 else channels  # one number is that of all channels
     whole = (tuple((numbers * channels)[:channels]) for numbers in (mean, std))
     return next(whole), next(whole)
+
+
+def _children_in_order(module: Any) -> list[Any]:
+    """Return the steps that a module always calls one after the other; empty: it is a step, or draws them."""
+    if isinstance(module, nn.Sequential):
+        return [] if getattr(module, "random_apply", False) else [*module]
+    is_compose = type(module).__name__ == "Compose"
+    return list(getattr(module, "transforms", ())) if is_compose else []
 
 
 class ChosenRows(nn.Module):

@@ -169,6 +169,20 @@ def test_a_normalize_at_the_end_is_that_of_validations_too(at_end: Any) -> None:
         DeviceAugment(AugmentConfig(module=module, mean=(0.1, 0.1, 0.1)), CPU)
 
 
+def test_a_normalize_by_chance_is_no_ending() -> None:
+    numbers = [0.5] * 3, [0.25] * 3
+    last = K.Normalize(*map(torch.tensor, numbers))
+    for module in (
+        K.ImageSequential(K.RandomHorizontalFlip(), last, random_apply=1),
+        v2.RandomApply([v2.Normalize(*numbers)], p=0.5),
+        v2.RandomChoice([v2.RandomVerticalFlip(), v2.Normalize(*numbers)]),
+        v2.RandomOrder([v2.RandomVerticalFlip(), v2.Normalize(*numbers)]),
+    ):
+        assert normalization_of(module) is None
+    whole = K.ImageSequential(K.RandomHorizontalFlip(), v2.Compose([last]))
+    assert normalization_of(whole) == tuple(map(tuple, numbers))
+
+
 def test_the_strength_scales_the_probabilities_of_kornia() -> None:
     module = nn.Sequential(K.RandomInvert(p=0.8), K.CenterCrop(16))
     shares = []

@@ -1,7 +1,8 @@
 """Checks a user's module against the targets of a stream, before the first micro-batch. Knows torch, not Ray.
 
 operation                          needs
-geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets
+geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets;
+                                   torchvision's are refused
 MixUp, CutMix, PatchMix            a separate step; no mask, boxes or keypoints
 RandomMosaic                       boxes in data_keys, or a stream without any target
 RandomJigsaw                       no mask, boxes or keypoints
@@ -19,7 +20,9 @@ from torch import nn
 
 from raypipe.device.kornia_targets import KEY_OF_TARGET, TARGET_OF_KEY
 from raypipe.errors import ConfigError
+from raypipe.importing import is_of
 from raypipe.transform.fields import LABEL
+from raypipe.transform.pipelines import leaves
 
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
 # Targets that operations without a matrix move with the image; Kornia leaves the others behind.
@@ -30,6 +33,13 @@ _MOVED: Mapping[str, tuple[str, ...]] = {
     "RandomJigsaw": (),
     "RandomMosaic": ("boxes",),
 }
+
+
+# Modules of torchvision's steps that move pixels, alone or among others.
+_TORCHVISION_MOVES = (
+    "torchvision.transforms.v2._geometry",
+    "torchvision.transforms.v2._auto_augment",
+)
 
 
 def kornia_class(module: Any, *names: str) -> bool:
@@ -148,7 +158,15 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
 
 
 def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> None:
-    """Check a step that gets only the image."""
+    """Check a step that gets no masks and the like."""
+    for child in leaves(step) if targets else ():
+        is_of_geometry = type(child).__module__ in _TORCHVISION_MOVES
+        if is_of_geometry or is_of(child, "torchvision.transforms.v2", "RandomErasing"):
+            raise ConfigError(
+                f"augment.module: torchvision's {_name(child)} moves or erases pixels, and leaves "
+                f"{next(iter(targets))!r} behind: move both in transform.train, or by Kornia's in "
+                f"K.AugmentationSequential(…, data_keys={_all_keys(targets)})"
+            )
     for child in _operations(step):
         if mixes_labels(child):
             raise ConfigError(

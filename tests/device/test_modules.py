@@ -448,6 +448,16 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ["mask"],
         r"leaves 'mask' behind.*data_keys=\['input', 'mask'\]",
     ),
+    "torchvision's geometry": (
+        v2.Compose([v2.ColorJitter(0.1), v2.RandomApply([v2.RandomRotation(9)])]),
+        ["mask"],
+        "torchvision's RandomRotation moves or erases pixels, and leaves 'mask' behind",
+    ),
+    "torchvision's erasing": (
+        nn.Sequential(v2.RandomErasing()),
+        ["mask"],
+        "torchvision's RandomErasing",
+    ),
     "a target without a key": (
         container(FLIP, keys=("input", "mask")),
         JOINT,
@@ -531,7 +541,7 @@ def test_a_step_of_targets_returns_both_and_is_the_only_one_that_mixes() -> None
 
 
 def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:
-    found = made(nn.Sequential(JITTER, K.RandomGrayscale()), JOINT)
+    found = made(nn.Sequential(JITTER, v2.RandomGrayscale()), JOINT)
     assert torch.equal(found.fields["mask"], batch_of().fields["mask"])
     config = AugmentConfig(module=nn.Sequential(K.RandomMosaic((SIZE, SIZE))))
     DeviceAugment(config, CPU, batches=IMAGES._replace(has_target=False))

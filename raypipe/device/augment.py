@@ -164,6 +164,11 @@ class DeviceAugment:
             raise ConfigError(
                 f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
             )
+        if self._mixing and not batches.has_target:
+            raise ConfigError(
+                f"augment.{self._mixing[0]} mixes targets, and batches have none: set it to 0, or name "
+                "store.target_column"
+            )
         self.device = numbered(device)
         with pinned(self.device):
             with _seeded(0, self.device):

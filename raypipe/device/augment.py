@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -63,6 +63,9 @@ from raypipe.plan.order import Domain
 from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
+
+Finish = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the model's input of images that are not augmented."""
 
 _SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
@@ -265,8 +268,10 @@ class DeviceAugment:
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
         return augmented
 
-    def of_batch(self, batch: Batch, strength: float) -> Batch:
-        """Augment a training batch, or normalize a validation batch.
+    def of_batch(
+        self, batch: Batch, strength: float, finish: Finish | None = None
+    ) -> Batch:
+        """Augment a training batch, or normalize a validation batch; by `finish`, or else by `normalize`.
 
         With `augment.differentiable` the batch has its `pixels`, of which its image is made, and `augment`.
 
@@ -274,7 +279,7 @@ class DeviceAugment:
         computes with the last one. The current stream then waits for the result.
         """
         if batch.copied is None or not self._runs_apart:
-            return self._of_batch(batch, strength)
+            return self._of_batch(batch, strength, finish)
         if self._stream is None:
             self._stream = new_stream(self.device)
             self._stream.wait_stream(
@@ -282,37 +287,41 @@ class DeviceAugment:
             )
         with torch.get_device_module(self.device).stream(self._stream):
             batch.copied.wait(self._stream)
-            augmented = self._of_batch(batch, strength)
+            augmented = self._of_batch(batch, strength, finish)
             done = new_event(self.device)
             done.record(self._stream)
         hand_over(done, _new_tensors(batch, augmented), self.device)
         return augmented
 
-    def _of_batch(self, batch: Batch, strength: float) -> Batch:
+    def _of_batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
         is_recorded = torch.is_grad_enabled() and self.config.differentiable
         with pinned(self.device), torch.set_grad_enabled(is_recorded):
             if not self.config.differentiable:
-                return self._batch(batch, strength)
+                return self._batch(batch, strength, finish)
             pixels = scaled(batch.image).requires_grad_(is_recorded)
-            augmented = self._batch(batch.with_fields({IMAGE: pixels}), strength)
-            return augmented.with_fields(
-                {}, pixels=pixels, augment=partial(self._again, batch, strength)
-            )
+            given = batch.with_fields({IMAGE: pixels})
+            augmented = self._batch(given, strength, finish)
+            again = partial(self._again, batch, strength, finish)
+            return augmented.with_fields({}, pixels=pixels, augment=again)
 
     def _again(
-        self, batch: Batch, strength: float, pixels: torch.Tensor
+        self,
+        batch: Batch,
+        strength: float,
+        finish: Finish | None,
+        pixels: torch.Tensor,
     ) -> torch.Tensor:
         """Make the images of a batch of other pixels, by the same draws."""
         with pinned(self.device):
-            return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
+            given = batch.with_fields({IMAGE: pixels})
+            return self._batch(given, strength, finish).image
 
-    def _batch(self, batch: Batch, strength: float) -> Batch:
+    def _batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
         self.drawn = []
         if batch.position.split != "train":
+            finish = finish or self.normalize
             images = images_in(batch.fields).items()
-            return batch.with_fields(
-                {name: self.normalize(image) for name, image in images}
-            )
+            return batch.with_fields({name: finish(image) for name, image in images})
         if batch.views:
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields(

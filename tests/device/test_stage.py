@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,24 @@ def test_a_module_that_normalizes_behind_floats_is_that_of_validations_too() -> 
         expected = (given.image.float() / 255 - 0.5) / 0.25
         image = of_both(given, 1.0).image
         torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("made_by", ["the device", "the library"])
+def test_a_differentiable_validation_is_normalized_once_by_its_own_numbers(
+    made_by: str,
+) -> None:
+    of_val = NORMALIZE
+    given = batch("val")
+    expected = (given.image.float() / 255 - 0.5) / 0.25
+    if made_by == "the library":
+        of_val = replace(NORMALIZE, because="a step follows it")
+        given = given.with_fields({"image": expected})
+    endings: dict[Split, Ending] = {"train": IMAGENET, "val": of_val}
+    augment = AugmentConfig(differentiable=True)
+    found = stage(IMAGES._replace(endings=endings), augment)(given, 1.0)
+    torch.testing.assert_close(found.image, expected, rtol=1e-5, atol=1e-5)
+    assert found.pixels is not None and found.augment is not None
+    torch.testing.assert_close(found.augment(found.pixels), found.image)
 
 
 def test_rank_0_says_once_where_the_ending_is_done(

@@ -7,7 +7,7 @@ A pipeline gets the image and a dict of what the stream has, and returns both:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ def by_torchvision(
         ConfigError: it returns something else, or removes keypoints.
     """
     given = image, _as_tensors(targets, (image.shape[-2], image.shape[-1]))
+    from torchvision.transforms.v2 import functional
+
     # A sequence of torch's modules passes one argument on.
     is_sequence = type(pipeline).__name__ == "Sequential"
     returned = pipeline(given) if is_sequence else pipeline(*given)
@@ -53,7 +55,7 @@ def by_torchvision(
         mask = arrays["mask"]  # -1 becomes 255, the pixels of no class
         results["mask"] = mask.astype(np.uint8) if mask.dtype.kind in "iu" else mask
     if "bboxes" in targets:
-        corners = _corners(found["boxes"], moved.shape[-2:])
+        corners = _corners(found["boxes"], functional.get_size(moved))
         rows = np.column_stack([corners, arrays["labels"]]).astype(np.float32)
         is_kept = corners[:, 2:] - corners[:, :2] >= _LEAST
         results["bboxes"] = rows[is_kept.all(1)]
@@ -85,7 +87,7 @@ def _as_tensors(
     return given
 
 
-def _corners(boxes: Any, size: tuple[int, int]) -> np.ndarray:
+def _corners(boxes: Any, size: Sequence[int]) -> np.ndarray:
     """Corners (K, 4) of boxes, cut at the edges of an image."""
     from torchvision.transforms.v2 import functional
 

@@ -117,6 +117,15 @@ def test_targets_move_as_by_a_call_by_hand(name: str) -> None:
             assert np.array_equal(made["keypoints"], rows)
 
 
+def test_the_image_may_come_back_as_a_pil_image() -> None:
+    pipeline = v2.Compose([v2.Resize((20, 25)), v2.ToPILImage()])
+    transform = SampleTransform(pipeline, targets=("boxes", "mask"))
+    targets = {"bboxes": BOXES.copy(), "mask": MASK.copy()}
+    made = transform.with_targets(IMAGE.copy(), targets, (0, 0))
+    assert np.array_equal(made["bboxes"][:, :4], BOXES[:, :4] / 2)
+    assert made["image"].shape == (20, 25, 3) and made["mask"].shape == (20, 25)
+
+
 def test_keypoints_outside_are_marked_and_none_may_vanish() -> None:
     crop = SampleTransform(v2.CenterCrop(20), targets=("keypoints",))
     points = {"keypoints": POINTS.copy()}

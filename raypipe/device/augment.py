@@ -45,7 +45,13 @@ from raypipe.device.fused import (
     draw_params,
     pack,
 )
-from raypipe.device.mixing import Mix, check_mixable, draw_mix, mix
+from raypipe.device.mixing import (
+    Mix,
+    check_mixable,
+    draw_mix,
+    mix,
+    mixing_setting,
+)
 from raypipe.device.module_checks import moves_pixels
 from raypipe.device.modules import (
     Augmented,
@@ -158,20 +164,8 @@ class DeviceAugment:
         batches: DeviceInput = IMAGES,
     ) -> None:
         targets = batches.targets
-        if batches.target:
-            check_mixable(config, batches.target.dtype, batches.target.shape)
-        self._mixing = [
-            name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
-        ]
-        if targets and self._mixing:
-            raise ConfigError(
-                f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
-            )
-        if self._mixing and not batches.has_target:
-            raise ConfigError(
-                f"augment.{self._mixing[0]} mixes targets, and batches have none: set it to 0, or name "
-                "store.target_column"
-            )
+        check_mixable(config, batches)
+        self._mixing = mixing_setting(config)
         self.device = numbered(device)
         with pinned(self.device):
             with _seeded(0, self.device):
@@ -200,7 +194,7 @@ class DeviceAugment:
         module_mixes = self.modules is not None and self.modules.mixes
         if module_mixes and self._mixing:
             raise ConfigError(
-                f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
+                f"augment.module mixes images, and {self._mixing} does, too: set that to 0"
             )
         self.mixes = module_mixes or bool(self._mixing)
         self.normalizes = self.modules is not None and self.modules.normalizes
@@ -339,10 +333,7 @@ class DeviceAugment:
 
     def _check_views(self) -> None:
         if self.mixes:
-            if self._mixing:
-                name = f"augment.{self._mixing[0]}"
-            else:
-                name = "augment.module"
+            name = self._mixing or "augment.module"
             raise ConfigError(f"{name} mixes images, and no views: set it to 0")
         if self.config.differentiable:
             raise ConfigError(
@@ -447,23 +438,6 @@ def _moves(operation: str) -> ConfigError:
     )
 
 
-def _operations() -> dict[str, Any]:
-    """Return Kornia's operations on images, and its policies, by name."""
-    import kornia.augmentation
-    import kornia.augmentation.auto
-    from kornia.augmentation import AugmentationBase2D
-    from kornia.augmentation.auto.base import PolicyAugmentBase
-
-    operations: dict[str, Any] = {}
-    for module in (kornia.augmentation.auto, kornia.augmentation):
-        for name, value in vars(module).items():
-            if inspect.isclass(value) and issubclass(
-                value, AugmentationBase2D | PolicyAugmentBase
-            ):
-                operations[name] = value
-    return operations
-
-
 def build_operation(
     entry: dict[str, Any], targets: bool = False, channels: int = 3
 ) -> nn.Module:
@@ -486,13 +460,21 @@ def _view_seed(name: str, crop: int, seed: int) -> int:
 def _operation_class(op: str, channels: int) -> Any:
     """Return Kornia's class of a name; raise ConfigError if it does not fit the channels."""
     try:
-        operations = _operations()
+        import kornia.augmentation
+        import kornia.augmentation.auto
     except ImportError as error:
         raise ConfigError(
             f"augment.ops are Kornia's: {error}{how_to_get('kornia')}"
         ) from error
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
+    kinds = kornia.augmentation.AugmentationBase2D, PolicyAugmentBase
+    named = vars(kornia.augmentation.auto) | vars(kornia.augmentation)
+    operations = {
+        name: value
+        for name, value in named.items()
+        if inspect.isclass(value) and issubclass(value, kinds)
+    }
     operation: Any = operations.get(op)
     if operation is None:
         near = did_you_mean(map(repr, get_close_matches(op, operations, 1)))

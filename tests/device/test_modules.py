@@ -488,7 +488,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "mixing inside": (
         container(FLIP, K.RandomMixUpV2(), keys=("input",)),
         [],
-        "put it behind, as nn.Sequential",
+        "make it a separate step, as nn.Sequential",
     ),
     "mixing twice": (nn.Sequential(K.RandomMixUpV2(), K.PatchMix()), [], "mixes twice"),
     "a mosaic of classes": (nn.Sequential(K.RandomMosaic()), [], "needs boxes"),

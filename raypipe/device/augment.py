@@ -482,6 +482,11 @@ def _operation_class(op: str, channels: int) -> Any:
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
             f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
         )
+    if op == "Normalize":
+        raise ConfigError(
+            "augment.ops: images are normalized behind the operations, and those of validations as well: set "
+            "augment.mean and augment.std instead of Normalize"
+        )
     # Operations of color are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (
         issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"

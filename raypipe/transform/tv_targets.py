@@ -49,18 +49,17 @@ def by_torchvision(
             "must return both, with all keypoints; those outside of the image get a label that says so"
         )
     moved, found = returned
-    arrays = {name: np.asarray(value) for name, value in found.items()}
     results = {IMAGE: moved}
     if "mask" in targets:
-        mask = arrays["mask"]  # -1 becomes 255, the pixels of no class
+        mask = np.asarray(found["mask"])  # -1 becomes 255, the pixels of no class
         results["mask"] = mask.astype(np.uint8) if mask.dtype.kind in "iu" else mask
     if "bboxes" in targets:
         corners = _corners(found["boxes"], functional.get_size(moved))
-        rows = np.column_stack([corners, arrays["labels"]]).astype(np.float32)
+        rows = np.column_stack([corners, found["labels"]]).astype(np.float32)
         is_kept = corners[:, 2:] - corners[:, :2] >= _LEAST
         results["bboxes"] = rows[is_kept.all(1)]
     if "keypoints" in targets:
-        results["keypoints"] = np.column_stack([arrays["keypoints"], labels])
+        results["keypoints"] = np.column_stack([found["keypoints"], labels])
     return results
 
 

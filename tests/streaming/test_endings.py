@@ -244,6 +244,21 @@ def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
     torch.testing.assert_close(prepared, batch.image[0], atol=2e-6, rtol=1e-6)
 
 
+def test_a_model_takes_images_normalized_as_by_the_end_of_a_module() -> None:
+    steps = [v2.CenterCrop(16), v2.ToDtype(torch.float32, scale=True)]
+    spec = stream(v2.Compose(steps), v2.Compose(steps))
+    module = torch.nn.Sequential(v2.Normalize(MEAN, STD))
+    loader = raypipe.loader(spec, augment=AugmentConfig(module=module))
+    described = loader._described()
+    assert (described["mean"], described["std"]) == (list(MEAN), list(STD))
+    batch = next(next(loader.epochs()).val)
+    image = cv2.imdecode(
+        np.frombuffer(picture(int(batch.index[0])), np.uint8), cv2.IMREAD_COLOR_RGB
+    )
+    expected = v2.Compose([v2.ToImage(), *steps, *module])(image)
+    torch.testing.assert_close(batch.image[0], expected, atol=2e-6, rtol=1e-6)
+
+
 def test_floats_before_an_ending_stay_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

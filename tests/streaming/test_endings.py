@@ -215,9 +215,16 @@ def test_a_preview_shows_images_without_the_normalization() -> None:
         .astype(int)
     )
     nothing = v2.RandomErasing(p=0)
-    for steps in (last, [*last, nothing]):
+    in_module = AugmentConfig(module=torch.nn.Sequential(last[1]))
+    for steps, augment in (
+        (last, AugmentConfig()),
+        ([*last, nothing], AugmentConfig()),
+        (last[:1], in_module),
+        ([last[0], nothing], in_module),
+        ([], in_module),
+    ):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
-        maker = StepMaker(spec, AugmentConfig())
+        maker = StepMaker(spec, augment)
         place = next(spec.plan.micro_batches(spec.plan.start()))
         images, *_ = Preview(maker).stages(Remade(maker, place))
         assert all(

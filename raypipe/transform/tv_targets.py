@@ -14,6 +14,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import IMAGE
+from raypipe.transform.targets import IGNORE
 
 _LEAST = (
     1 - 1e-3
@@ -51,8 +52,7 @@ def by_torchvision(
     moved, found = returned
     results = {IMAGE: moved}
     if "mask" in targets:
-        mask = np.asarray(found["mask"])  # -1 becomes 255, the pixels of no class
-        results["mask"] = mask.astype(np.uint8) if mask.dtype.kind in "iu" else mask
+        results["mask"] = _mask(np.asarray(found["mask"]))
     if "bboxes" in targets:
         corners = _corners(found["boxes"], functional.get_size(moved))
         rows = np.column_stack([corners, found["labels"]]).astype(np.float32)
@@ -61,6 +61,20 @@ def by_torchvision(
     if "keypoints" in targets:
         results["keypoints"] = np.column_stack([found["keypoints"], labels])
     return results
+
+
+def _mask(mask: np.ndarray) -> np.ndarray:
+    """A mask of integers as uint8, where -1 is 255; any other as it is. Raises ConfigError for other numbers."""
+    if mask.dtype.kind not in "iu" or not mask.size:
+        return mask
+    least = int(mask.min())
+    most = int(mask.max())
+    if least < -1 or most > IGNORE:
+        raise ConfigError(
+            f"the transform made a mask of numbers from {least} to {most}: classes are 0 to {IGNORE - 1}, and "
+            f"pixels of no class are {IGNORE}, or -1; change them in the loop, on the batch"
+        )
+    return mask.astype(np.uint8)
 
 
 def _as_tensors(

@@ -47,7 +47,6 @@ from raypipe.device.fused import (
 )
 from raypipe.device.mixing import (
     Mix,
-    check_mixable,
     draw_mix,
     mix,
     mixing_setting,
@@ -371,6 +370,29 @@ class DeviceAugment:
         else:
             image = self.normalize(augmented.image)
         return Augmented(image, augmented.targets, augmented.mix)
+
+
+def check_mixable(config: AugmentConfig, batches: DeviceInput) -> None:
+    """Raise ConfigError if MixUp or CutMix is on and cannot mix these batches and their targets."""
+    setting = mixing_setting(config)
+    if not setting:
+        return
+    if batches.targets:
+        raise ConfigError(
+            f"{setting} mixes images, not masks and the like: set it to 0"
+        )
+    if not batches.has_target:
+        raise ConfigError(
+            f"{setting} mixes targets, and batches have none: set it to 0, or name store.target_column"
+        )
+    target = batches.target
+    if target is None or target.dtype.startswith("float"):
+        return
+    if not target.shape or target.dtype not in ("bool", "uint8"):
+        raise ConfigError(
+            f"{setting} mixes targets, and two that are {target.dtype} {target.shape} have no mixture: set it to "
+            "0, or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
+        )
 
 
 def _fitting_preset(config: AugmentConfig, targets: bool) -> Fused | None:

@@ -20,8 +20,6 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from raypipe.config import AugmentConfig
-from raypipe.errors import ConfigError
-from raypipe.transform.device_input import DeviceInput
 
 MixPlan = tuple[float, tuple[int, int, int, int] | None]
 """What is drawn for one micro-batch: the share of a row's own target, in [0, 1]; and the box (top, bottom, left,
@@ -50,29 +48,6 @@ def mixing_setting(config: AugmentConfig) -> str:
     """Return the setting by which images are mixed; empty: they are not."""
     names = ("mixup_alpha", "cutmix_alpha")
     return next((f"augment.{name}" for name in names if getattr(config, name)), "")
-
-
-def check_mixable(config: AugmentConfig, batches: DeviceInput) -> None:
-    """Raise ConfigError if MixUp or CutMix is on and cannot mix these batches and their targets."""
-    setting = mixing_setting(config)
-    if not setting:
-        return
-    if batches.targets:
-        raise ConfigError(
-            f"{setting} mixes images, not masks and the like: set it to 0"
-        )
-    if not batches.has_target:
-        raise ConfigError(
-            f"{setting} mixes targets, and batches have none: set it to 0, or name store.target_column"
-        )
-    target = batches.target
-    if target is None or target.dtype.startswith("float"):
-        return
-    if not target.shape or target.dtype not in ("bool", "uint8"):
-        raise ConfigError(
-            f"{setting} mixes targets, and two that are {target.dtype} {target.shape} have no mixture: set it to "
-            "0, or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
-        )
 
 
 def draw_mix(

@@ -14,7 +14,6 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import IMAGE
-from raypipe.transform.targets import IGNORE
 
 _LEAST = (
     1 - 1e-3
@@ -69,10 +68,10 @@ def _mask(mask: np.ndarray) -> np.ndarray:
         return mask
     least = int(mask.min())
     most = int(mask.max())
-    if least < -1 or most > IGNORE:
+    if least < -1 or most > 255:
         raise ConfigError(
-            f"the transform made a mask of numbers from {least} to {most}: classes are 0 to {IGNORE - 1}, and "
-            f"pixels of no class are {IGNORE}, or -1; change them in the loop, on the batch"
+            f"the transform made a mask of numbers from {least} to {most}: classes are 0 to 254, and pixels of no "
+            "class are 255, or -1; change them in the loop, on the batch"
         )
     return mask.astype(np.uint8)
 

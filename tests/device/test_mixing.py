@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig
+from raypipe.device.augment import check_mixable
 from raypipe.device.mixing import (
     Mix,
     MixPlan,
-    check_mixable,
     draw_mix,
     mix,
     mixed_cross_entropy,

@@ -56,7 +56,7 @@ def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> Non
             torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_module_that_normalizes_behind_floats_is_that_of_validations_too() -> None:
+def test_the_normalization_of_a_module_is_that_of_validations_too() -> None:
     floats = Ending("ToDtype", "float32", (0.0,) * 3, (1.0,) * 3, normalizes=False)
     module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
     endings: dict[Split, Ending] = {"train": floats, "val": floats}
@@ -69,7 +69,7 @@ def test_a_module_that_normalizes_behind_floats_is_that_of_validations_too() -> 
 
 
 @pytest.mark.parametrize("made_by", ["the device", "the library"])
-def test_a_differentiable_validation_is_normalized_once_by_its_own_numbers(
+def test_a_differentiable_validation_is_normalized_once(
     made_by: str,
 ) -> None:
     of_val = NORMALIZE

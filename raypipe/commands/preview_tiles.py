@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from raypipe.commands.picture import Tile
+from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
 from raypipe.history.step_maker import Remade, StepMaker
@@ -25,6 +26,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.transform.decode.array import as_rgb, decoder_of
 from raypipe.transform.decode.rgb import stored_bytes
+from raypipe.transform.ending import Ending
 from raypipe.transform.fields import (
     COLUMN,
     LABEL,
@@ -93,10 +95,10 @@ class Preview:
             return self._crops(fed), {}
         moved = {name: fed.fields[name].numpy() for name in self._targets}
         ending = self.maker.spec.endings.get("train")
-        by_cpu = ending is not None and not ending.on_device
+        by_cpu = ending if ending and not ending.on_device else None
         return {
-            "transformed": self._shown(arrived.image, by_cpu),
-            "augmented": self._shown(fed.image),
+            "transformed": _shown(arrived.image, by_cpu),
+            "augmented": _shown(fed.image, self._normalization),
         }, moved
 
     def _crops(self, fed: Batch) -> dict[str, np.ndarray]:
@@ -104,24 +106,22 @@ class Preview:
         images: dict[str, np.ndarray] = {}
         for name, view in fed.views.items():
             if view.ndim == 4:
-                images[name] = self._shown(view)
+                images[name] = _shown(view, self._normalization)
                 continue
             for number, crop in enumerate(view.unbind(1)):
-                images[f"{name} {number}"] = self._shown(crop)
+                images[f"{name} {number}"] = _shown(crop, self._normalization)
         return images
 
-    def _shown(self, image: torch.Tensor, is_normalized: bool = True) -> np.ndarray:
-        """Images (B, C, H, W), normalized floats or not → (B, H, W, C), uint8 if they were normalized."""
+    @property
+    def _normalization(self) -> AugmentConfig | Ending | None:
+        """What has the mean and the std of the model's images; None = they are not normalized."""
         ending = self.maker.spec.endings.get("train")
-        by: Any = self.maker.stage.config
-        if by is None or (ending is not None and not ending.on_device):
-            by = ending
-        if by is not None and is_normalized and image.is_floating_point():
-            mean, std = (
-                torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
-            )
-            image = ((image * std + mean).clamp(0, 1) * 255).round().byte()
-        return image.permute(0, 2, 3, 1).numpy()
+        augment = self.maker.stage.augment
+        by_cpu = ending and ending.normalizes and not ending.on_device
+        if augment is None or by_cpu:
+            return ending
+        # with the numbers of its module
+        return augment.config
 
     def _decoded(self, index: int) -> Tile:
         spec = self.maker.spec
@@ -207,6 +207,19 @@ class Preview:
         if 0 <= label < len(names) and names[label].isascii():
             return names[label]
         return f"class {label}"
+
+
+def _shown(
+    image: torch.Tensor, normalization: AugmentConfig | Ending | None
+) -> np.ndarray:
+    """Images (B, C, H, W) → (B, H, W, C), uint8 if they are floats that were normalized."""
+    if normalization is not None and image.is_floating_point():
+        mean, std = (
+            torch.tensor(numbers).view(1, -1, 1, 1)
+            for numbers in (normalization.mean, normalization.std)
+        )
+        image = ((image * std + mean).clamp(0, 1) * 255).round().byte()
+    return image.permute(0, 2, 3, 1).numpy()
 
 
 def _short(value: Any) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -45,7 +45,12 @@ from raypipe.device.fused import (
     draw_params,
     pack,
 )
-from raypipe.device.mixing import Mix, check_mixable, draw_mix, mix
+from raypipe.device.mixing import (
+    Mix,
+    draw_mix,
+    mix,
+    mixing_setting,
+)
 from raypipe.device.module_checks import moves_pixels
 from raypipe.device.modules import (
     Augmented,
@@ -63,6 +68,9 @@ from raypipe.plan.order import Domain
 from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
+
+Finish = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the model's input of images that are not augmented."""
 
 _SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
@@ -155,15 +163,8 @@ class DeviceAugment:
         batches: DeviceInput = IMAGES,
     ) -> None:
         targets = batches.targets
-        if batches.target:
-            check_mixable(config, batches.target.dtype, batches.target.shape)
-        self._mixing = [
-            name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
-        ]
-        if targets and self._mixing:
-            raise ConfigError(
-                f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
-            )
+        check_mixable(config, batches)
+        self._mixing = mixing_setting(config)
         self.device = numbered(device)
         with pinned(self.device):
             with _seeded(0, self.device):
@@ -192,7 +193,7 @@ class DeviceAugment:
         module_mixes = self.modules is not None and self.modules.mixes
         if module_mixes and self._mixing:
             raise ConfigError(
-                f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
+                f"augment.module mixes images, and {self._mixing} does, too: set that to 0"
             )
         self.mixes = module_mixes or bool(self._mixing)
         self.normalizes = self.modules is not None and self.modules.normalizes
@@ -260,8 +261,10 @@ class DeviceAugment:
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
         return augmented
 
-    def of_batch(self, batch: Batch, strength: float) -> Batch:
-        """Augment a training batch, or normalize a validation batch.
+    def of_batch(
+        self, batch: Batch, strength: float, finish: Finish | None = None
+    ) -> Batch:
+        """Augment a training batch, or normalize a validation batch; by `finish`, or else by `normalize`.
 
         With `augment.differentiable` the batch has its `pixels`, of which its image is made, and `augment`.
 
@@ -269,7 +272,7 @@ class DeviceAugment:
         computes with the last one. The current stream then waits for the result.
         """
         if batch.copied is None or not self._runs_apart:
-            return self._of_batch(batch, strength)
+            return self._of_batch(batch, strength, finish)
         if self._stream is None:
             self._stream = new_stream(self.device)
             self._stream.wait_stream(
@@ -277,37 +280,41 @@ class DeviceAugment:
             )
         with torch.get_device_module(self.device).stream(self._stream):
             batch.copied.wait(self._stream)
-            augmented = self._of_batch(batch, strength)
+            augmented = self._of_batch(batch, strength, finish)
             done = new_event(self.device)
             done.record(self._stream)
         hand_over(done, _new_tensors(batch, augmented), self.device)
         return augmented
 
-    def _of_batch(self, batch: Batch, strength: float) -> Batch:
+    def _of_batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
         is_recorded = torch.is_grad_enabled() and self.config.differentiable
         with pinned(self.device), torch.set_grad_enabled(is_recorded):
             if not self.config.differentiable:
-                return self._batch(batch, strength)
+                return self._batch(batch, strength, finish)
             pixels = scaled(batch.image).requires_grad_(is_recorded)
-            augmented = self._batch(batch.with_fields({IMAGE: pixels}), strength)
-            return augmented.with_fields(
-                {}, pixels=pixels, augment=partial(self._again, batch, strength)
-            )
+            given = batch.with_fields({IMAGE: pixels})
+            augmented = self._batch(given, strength, finish)
+            again = partial(self._again, batch, strength, finish)
+            return augmented.with_fields({}, pixels=pixels, augment=again)
 
     def _again(
-        self, batch: Batch, strength: float, pixels: torch.Tensor
+        self,
+        batch: Batch,
+        strength: float,
+        finish: Finish | None,
+        pixels: torch.Tensor,
     ) -> torch.Tensor:
         """Make the images of a batch of other pixels, by the same draws."""
         with pinned(self.device):
-            return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
+            given = batch.with_fields({IMAGE: pixels})
+            return self._batch(given, strength, finish).image
 
-    def _batch(self, batch: Batch, strength: float) -> Batch:
+    def _batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
         self.drawn = []
         if batch.position.split != "train":
+            finish = finish or self.normalize
             images = images_in(batch.fields).items()
-            return batch.with_fields(
-                {name: self.normalize(image) for name, image in images}
-            )
+            return batch.with_fields({name: finish(image) for name, image in images})
         if batch.views:
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields(
@@ -325,10 +332,7 @@ class DeviceAugment:
 
     def _check_views(self) -> None:
         if self.mixes:
-            if self._mixing:
-                name = f"augment.{self._mixing[0]}"
-            else:
-                name = "augment.module"
+            name = self._mixing or "augment.module"
             raise ConfigError(f"{name} mixes images, and no views: set it to 0")
         if self.config.differentiable:
             raise ConfigError(
@@ -366,6 +370,29 @@ class DeviceAugment:
         else:
             image = self.normalize(augmented.image)
         return Augmented(image, augmented.targets, augmented.mix)
+
+
+def check_mixable(config: AugmentConfig, batches: DeviceInput) -> None:
+    """Raise ConfigError if MixUp or CutMix is on and cannot mix these batches and their targets."""
+    setting = mixing_setting(config)
+    if not setting:
+        return
+    if batches.targets:
+        raise ConfigError(
+            f"{setting} mixes images, not masks and the like: set it to 0"
+        )
+    if not batches.has_target:
+        raise ConfigError(
+            f"{setting} mixes targets, and batches have none: set it to 0, or name store.target_column"
+        )
+    target = batches.target
+    if target is None or target.dtype.startswith("float"):
+        return
+    if not target.shape or target.dtype not in ("bool", "uint8"):
+        raise ConfigError(
+            f"{setting} mixes targets, and two that are {target.dtype} {target.shape} have no mixture: set it to "
+            "0, or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
+        )
 
 
 def _fitting_preset(config: AugmentConfig, targets: bool) -> Fused | None:
@@ -433,23 +460,6 @@ def _moves(operation: str) -> ConfigError:
     )
 
 
-def _operations() -> dict[str, Any]:
-    """Return Kornia's operations on images, and its policies, by name."""
-    import kornia.augmentation
-    import kornia.augmentation.auto
-    from kornia.augmentation import AugmentationBase2D
-    from kornia.augmentation.auto.base import PolicyAugmentBase
-
-    operations: dict[str, Any] = {}
-    for module in (kornia.augmentation.auto, kornia.augmentation):
-        for name, value in vars(module).items():
-            if inspect.isclass(value) and issubclass(
-                value, AugmentationBase2D | PolicyAugmentBase
-            ):
-                operations[name] = value
-    return operations
-
-
 def build_operation(
     entry: dict[str, Any], targets: bool = False, channels: int = 3
 ) -> nn.Module:
@@ -472,19 +482,32 @@ def _view_seed(name: str, crop: int, seed: int) -> int:
 def _operation_class(op: str, channels: int) -> Any:
     """Return Kornia's class of a name; raise ConfigError if it does not fit the channels."""
     try:
-        operations = _operations()
+        import kornia.augmentation
+        import kornia.augmentation.auto
     except ImportError as error:
         raise ConfigError(
             f"augment.ops are Kornia's: {error}{how_to_get('kornia')}"
         ) from error
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
+    kinds = kornia.augmentation.AugmentationBase2D, PolicyAugmentBase
+    named = vars(kornia.augmentation.auto) | vars(kornia.augmentation)
+    operations = {
+        name: value
+        for name, value in named.items()
+        if inspect.isclass(value) and issubclass(value, kinds)
+    }
     operation: Any = operations.get(op)
     if operation is None:
         near = did_you_mean(map(repr, get_close_matches(op, operations, 1)))
         raise ConfigError(
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
             f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
+        )
+    if op == "Normalize":
+        raise ConfigError(
+            "augment.ops: images are normalized behind the operations, and those of validations as well: set "
+            "augment.mean and augment.std instead of Normalize"
         )
     # Operations of color are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (

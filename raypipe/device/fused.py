@@ -174,18 +174,25 @@ def draw_params(
     y_most = fused.translate[1] * height
     return FusedParams(
         flip=flip,
-        degrees=np.where(affine, _between(-fused.degrees, fused.degrees, turn), 0.0),
-        x=np.where(affine, _between(-x_most, x_most, right), 0.0),
-        y=np.where(affine, _between(-y_most, y_most, down), 0.0),
-        scale=np.where(affine, _between(*fused.scale, zoom), 1.0),
-        brightness=np.where(jitter, _between(*fused.brightness, light), 1.0),
-        contrast=np.where(jitter, _between(*fused.contrast, contrast), 1.0),
-        saturation=np.where(jitter, _between(*fused.saturation, saturation), 1.0),
-        hue=np.where(jitter, _between(*fused.hue, hue), 0.0),
+        degrees=_drawn(affine, turn, (-fused.degrees, fused.degrees), 0.0),
+        x=_drawn(affine, right, (-x_most, x_most), 0.0),
+        y=_drawn(affine, down, (-y_most, y_most), 0.0),
+        scale=_drawn(affine, zoom, fused.scale, 1.0),
+        brightness=_drawn(jitter, light, fused.brightness, 1.0),
+        contrast=_drawn(jitter, contrast, fused.contrast, 1.0),
+        saturation=_drawn(jitter, saturation, fused.saturation, 1.0),
+        hue=_drawn(jitter, hue, fused.hue, 0.0),
         gray=gray,
-        sigma=np.where(blur, _between(*fused.sigma, sigma), 0.0),
+        sigma=_drawn(blur, sigma, fused.sigma, 0.0),
         box=_draw_boxes(fused, erase, shares[15:], height, width),
     )
+
+
+def _drawn(
+    happens: np.ndarray, share: np.ndarray, limits: Interval, neutral: float
+) -> np.ndarray:
+    """Return numbers at shares of the way between limits, neutral in rows where nothing happens; all (B,)."""
+    return np.where(happens, _between(*limits, share), neutral)
 
 
 def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from raypipe.config import AugmentConfig
-from raypipe.errors import ConfigError
 
 MixPlan = tuple[float, tuple[int, int, int, int] | None]
 """What is drawn for one micro-batch: the share of a row's own target, in [0, 1]; and the box (top, bottom, left,
@@ -45,20 +44,10 @@ class Mix:
     box: tuple[int, int, int, int] | None = None
 
 
-def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ConfigError if MixUp or CutMix is on and cannot mix targets of this dtype and shape.
-
-    Args:
-        shape: shape of one sample's target, if it is not a class.
-    """
-    mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
-    if mixing and not (
-        dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))
-    ):
-        raise ConfigError(
-            f"augment.{mixing[0]} mixes targets, and two that are {dtype} {shape} have no mixture: set it to 0, "
-            "or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
-        )
+def mixing_setting(config: AugmentConfig) -> str:
+    """Return the setting by which images are mixed; empty: they are not."""
+    names = ("mixup_alpha", "cutmix_alpha")
+    return next((f"augment.{name}" for name in names if getattr(config, name)), "")
 
 
 def draw_mix(

@@ -1,7 +1,8 @@
 """Checks a user's module against the targets of a stream, before the first micro-batch. Knows torch, not Ray.
 
 operation                          needs
-geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets
+geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets;
+                                   torchvision's are refused
 MixUp, CutMix, PatchMix            a separate step; no mask, boxes or keypoints
 RandomMosaic                       boxes in data_keys, or a stream without any target
 RandomJigsaw                       no mask, boxes or keypoints
@@ -11,15 +12,16 @@ clips (VideoSequential, 3D)        refused: a stream has images
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from raypipe.device.kornia_targets import KEY_OF_TARGET, TARGET_OF_KEY
 from raypipe.errors import ConfigError
+from raypipe.importing import is_of
 from raypipe.transform.fields import LABEL
+from raypipe.transform.pipelines import leaves
 
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
 # Targets that operations without a matrix move with the image; Kornia leaves the others behind.
@@ -32,11 +34,16 @@ _MOVED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Modules of torchvision's steps that move pixels, alone or among others.
+_TORCHVISION_MOVES = (
+    "torchvision.transforms.v2._geometry",
+    "torchvision.transforms.v2._auto_augment",
+)
+
+
 def kornia_class(module: Any, *names: str) -> bool:
     """Return whether a module is an instance of one of these classes of Kornia's, which need not be imported."""
-    kornia = sys.modules.get("kornia.augmentation")
-    classes = (getattr(kornia, name, None) for name in names)
-    return any(isinstance(module, kind) for kind in classes if kind is not None)
+    return is_of(module, "kornia.augmentation", *names)
 
 
 def mixes_labels(module: Any) -> bool:
@@ -67,7 +74,7 @@ def check_steps(
         elif kornia_class(step, "AugmentationSequential"):
             _check_keys(step, targets, has_label)
         elif isinstance(step, nn.Module):
-            _check_alone(step, targets, has_label)
+            _check_inner(step, [], targets, has_label)
 
 
 def _check_images(module: nn.Module) -> None:
@@ -92,12 +99,6 @@ def _check_mix(step: Any, targets: Collection[str]) -> None:
 
 def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
     """Check an `AugmentationSequential`."""
-    inner = list(_operations(step))
-    for child in filter(mixes_labels, inner):
-        raise ConfigError(
-            f"augment.module: {_name(child)} changes targets, which Kornia's containers refuse: put it behind, as "
-            f"nn.Sequential(K.AugmentationSequential(…), K.{_name(child)}(…))"
-        )
     if step.data_keys is None:
         keys = [name for name in targets if name in KEY_OF_TARGET]
     else:
@@ -113,15 +114,39 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
                 f"augment.module: data_keys name {KEY_OF_TARGET[name]!r}, and batches have none: set "
                 f"{_setting_of(name)}, or leave the key out"
             )
+    _check_inner(step, keys, targets, has_label)
+
+
+def _check_inner(
+    step: nn.Module, keys: Collection[str], targets: Collection[str], has_label: bool
+) -> None:
+    """Check the operations in a step that gets the image and the targets of some keys."""
     behind = [name for name in targets if name not in keys]
-    if behind and any(map(moves_pixels, inner)):
-        all_keys = _all_keys(targets)
-        raise ConfigError(
-            f"augment.module: K.AugmentationSequential moves the image and leaves {behind[0]!r} behind: give it "
-            f"data_keys={all_keys}"
-        )
-    for child in inner:
+    for child in leaves(step) if behind else ():
+        is_of_geometry = type(child).__module__ in _TORCHVISION_MOVES
+        if is_of_geometry or is_of(child, "torchvision.transforms.v2", "RandomErasing"):
+            raise _left_behind(f"torchvision's {_name(child)}", behind, targets)
+    for child in step.modules():
+        if not kornia_class(child, "AugmentationBase2D", "MixAugmentationBaseV2"):
+            continue
+        if mixes_labels(child):
+            raise ConfigError(
+                f"augment.module: {_name(child)} changes targets: make it a separate step, as nn.Sequential(…, "
+                f"K.{_name(child)}(…))"
+            )
+        if behind and moves_pixels(child):
+            raise _left_behind(_name(child), behind, targets)
         _check_operation(child, keys, has_label)
+
+
+def _left_behind(
+    name: str, behind: Sequence[str], targets: Collection[str]
+) -> ConfigError:
+    """Return the error of an operation that moves the image without these targets."""
+    return ConfigError(
+        f"augment.module: {name} moves or erases pixels, and leaves {behind[0]!r} behind: move both in "
+        f"transform.train, or by Kornia's in K.AugmentationSequential(…, data_keys={_all_keys(targets)})"
+    )
 
 
 def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> None:
@@ -147,24 +172,6 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
         )
 
 
-def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> None:
-    """Check a step that gets only the image."""
-    for child in _operations(step):
-        if mixes_labels(child):
-            raise ConfigError(
-                f"augment.module: {_name(child)} changes targets: make it a separate step, as nn.Sequential(…, "
-                f"K.{_name(child)}(…))"
-            )
-        if targets and moves_pixels(child):
-            keys = _all_keys(targets)
-            first = next(iter(targets))
-            raise ConfigError(
-                f"augment.module: {_name(child)} moves or erases pixels, and leaves {first!r} behind: put it into "
-                f"K.AugmentationSequential(…, data_keys={keys})"
-            )
-        _check_operation(child, [], has_label)
-
-
 def _setting_of(target: str) -> str:
     """Return the setting that names the column of a target."""
     return "store.target_column" if target == LABEL else f"transform.targets.{target}"
@@ -179,13 +186,6 @@ def _all_keys(targets: Collection[str]) -> list[str]:
                 "transform.train"
             )
     return ["input", *(KEY_OF_TARGET[name] for name in targets)]
-
-
-def _operations(module: nn.Module) -> Iterator[Any]:
-    """Return Kornia's operations within a module."""
-    for child in module.modules():
-        if kornia_class(child, "AugmentationBase2D", "MixAugmentationBaseV2"):
-            yield child
 
 
 def moves_pixels(operation: Any) -> bool:

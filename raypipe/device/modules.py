@@ -14,7 +14,6 @@ refuses what would leave a target behind.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -132,12 +131,7 @@ def resolved(config: AugmentConfig, ending: Ending | None = None) -> AugmentConf
 def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Return mean and std of the `Normalize`, Kornia's or torchvision's, at a module's end; None = it has none."""
     last = module
-    while isinstance(last, nn.Sequential) or isinstance(
-        getattr(last, "transforms", None), list
-    ):
-        children = list(getattr(last, "transforms", None) or last)
-        if not children:
-            return None
+    while children := _children_in_order(last):
         last = children[-1]
     if type(last).__name__ != "Normalize" or not isinstance(last, nn.Module):
         return None
@@ -152,6 +146,14 @@ def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     channels = 3 if channels == 1 else channels  # one number is that of all channels
     whole = (tuple((numbers * channels)[:channels]) for numbers in (mean, std))
     return next(whole), next(whole)
+
+
+def _children_in_order(module: Any) -> list[Any]:
+    """Return the steps that a module always calls one after the other; empty: it is a step, or draws them."""
+    if isinstance(module, nn.Sequential):
+        return [] if getattr(module, "random_apply", False) else [*module]
+    is_compose = type(module).__name__ == "Compose"
+    return list(getattr(module, "transforms", ())) if is_compose else []
 
 
 class ChosenRows(nn.Module):
@@ -214,6 +216,7 @@ class ModuleSteps:
         self.normalizes = normalization_of(module) is not None
         # by their identity: a callable need not have a hash
         self._take_strength = set[int]()
+        self._take_target = {id(step) for step in own if _takes_target(step)}
         self._scaled: dict[tuple[nn.Module, str], float] = {}
         for step in self.steps:
             if "strength" in inspect.signature(_call_of(step)).parameters:
@@ -259,8 +262,8 @@ class ModuleSteps:
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
             more = {"strength": strength} if id(step) in self._take_strength else {}
-            if LABEL in augmented.targets and _takes_target(step):
-                return _replaced(step, augmented, more)
+            if LABEL in augmented.targets and id(step) in self._take_target:
+                return _replaced(step, augmented, counts, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
@@ -409,7 +412,6 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
     return replace(augmented, image=image, mix=mix)
 
 
-@functools.lru_cache
 def _takes_target(step: Any) -> bool:
     """True for a step that is called as (images, target), as scripts call MixUp and CutMix of torchvision."""
     if type(step).__module__.startswith("torchvision.transforms.v2."):
@@ -423,16 +425,26 @@ def _takes_target(step: Any) -> bool:
     return len(given) == 2 and "strength" not in given
 
 
-def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augmented:
-    """Apply a step that returns images and targets; all rows of a training have weight."""
+def _replaced(
+    step: Any, augmented: Augmented, counts: np.ndarray, more: Mapping[str, Any]
+) -> Augmented:
+    """Apply a step that returns images and targets to the rows with weight: no padding is mixed into them."""
     given = augmented.targets[LABEL]
-    returned = step(augmented.image, given, **more)
+    has_padding = counts.any() and not counts.all()
+    if has_padding:
+        rows = _sent(torch.from_numpy(np.flatnonzero(counts)), given)
+        returned = step(augmented.image[rows], given[rows], **more)
+    else:
+        returned = step(augmented.image, given, **more)
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
             f"augment.module={_named(step)} gets images and targets, and returned {shape_of(returned)}: it must "
             "return both"
         )
     image, target = returned
+    if has_padding:
+        image = _with_padding(image, rows, len(counts))
+        target = _with_padding(target, rows, len(counts))
     if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
         raise ConfigError(
             f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
@@ -440,6 +452,13 @@ def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augme
         )
     targets = {**augmented.targets, LABEL: target}
     return replace(augmented, image=image, targets=targets)
+
+
+def _with_padding(values: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
+    """Return values of some rows among zeros for the others of so many."""
+    padded = values.new_zeros((num, *values.shape[1:]))
+    padded[rows] = values
+    return padded
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

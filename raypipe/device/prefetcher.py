@@ -258,19 +258,8 @@ def on_device(
         with pinned(through.device):
             if tensors is None:  # without a ring
                 tensors = [view(array).to(through.device) for array in _arrays(host)]
-            fields = _fields(host, tensors)
-            if host.ready is not None:
-                hand_over(host.ready, [fields[IMAGE]], through.device)
-            same = {name: getattr(host, name) for name in _SAME}
-            return Batch(
-                seed=seed_of(host.position),
-                fields=fields,
-                weight=tensors[0],
-                target_host=host[LABEL],
-                copied=copied,
-                **same,
-                **facts_of(host),
-            )
+            facts = {"seed": seed_of(host.position), "copied": copied, **facts_of(host)}
+            return _batch(host, tensors, through.device, facts)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
@@ -284,6 +273,31 @@ def on_device(
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
     return map(made, source)
+
+
+def _batch(
+    host: MicroBatch,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> Batch:
+    """Make the batch of a micro-batch.
+
+    Args:
+        tensors: the arrays of `_arrays`, on the device.
+        facts: further attributes, by name.
+    """
+    fields = _fields(host, tensors)
+    if host.ready is not None:
+        hand_over(host.ready, [fields[IMAGE]], device)
+    same = {name: getattr(host, name) for name in _SAME}
+    return Batch(
+        fields=fields,
+        weight=tensors[0],
+        target_host=host[LABEL],
+        **same,
+        **facts,
+    )
 
 
 def _arrays(host: MicroBatch) -> list[np.ndarray]:

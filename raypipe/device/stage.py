@@ -14,7 +14,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.device.augment import DeviceAugment, Finish, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -63,13 +63,10 @@ class DeviceStage:
         }
         self._train_dtype = self._dtypes.get("train", dtype or torch.float32)
         self.config = normalization(augment, endings.get("train")) if augment else None
-        self._normalize = dict[Split, Normalize]()
-        with pinned(self._device):
-            for split, ending in endings.items():
-                if config := normalization(augment, ending, split):
-                    self._normalize[split] = Normalize(
-                        config, self._device, self._dtypes[split]
-                    )
+        self._configs = {
+            split: normalization(augment, ending, split)
+            for split, ending in endings.items()
+        }
 
     @functools.cached_property
     def augment(self) -> DeviceAugment | None:
@@ -79,6 +76,20 @@ class DeviceStage:
         return DeviceAugment(
             self.config, self._device, self._train_dtype, self._batches
         )
+
+    @functools.cached_property
+    def _normalize(self) -> dict[Split, Normalize]:
+        """The normalization of each split whose pipeline had an ending; one without is left out."""
+        normalize = {}
+        with pinned(self._device):
+            for split, config in self._configs.items():
+                if self.augment and not self._batches.endings[split].normalizes:
+                    # a Normalize at the end of its module is that of validations, too
+                    config = self.augment.config
+                if config:
+                    dtype = self._dtypes[split]
+                    normalize[split] = Normalize(config, self._device, dtype)
+        return normalize
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""
@@ -99,27 +110,27 @@ class DeviceStage:
             if makes_floats and not (ending and ending.is_own):
                 self._warn_of_floats(split, bool(ending))
         self._seen.add(split)
-        is_augmented = self.config is not None and split == "train"
+        finish = self._finish_of(batch, ending) if ending else None
+        is_augmented = self.augment is not None and split == "train"
         is_recorded = self.augment is not None and self.augment.config.differentiable
-        if ending and not is_augmented and not is_recorded:
-            return self._finished(batch, ending)
+        if finish and not is_augmented and not is_recorded:
+            with pinned(self._device):
+                images = images_in(batch.fields).items()
+                return batch.with_fields(
+                    {name: finish(image) for name, image in images}
+                )
         if self.augment is not None:
-            return self.augment.of_batch(batch, strength)
+            return self.augment.of_batch(batch, strength, finish)
         return batch
 
-    def _finished(self, batch: Batch, ending: Ending) -> Batch:
-        """Finish the images of a batch whose pipeline had an ending."""
+    def _finish_of(self, batch: Batch, ending: Ending) -> Finish:
+        """What makes the model's input of the images of a batch whose pipeline had an ending."""
         split = batch.position.split
         normalize = self._normalize.get(split)
-        finished = {}
-        with pinned(self._device):
-            for name, image in images_in(batch.fields).items():
-                is_done = image.is_floating_point() and not ending.is_own
-                if normalize is None or is_done:
-                    finished[name] = image.to(self._dtypes[split])
-                else:
-                    finished[name] = normalize(image)
-        return batch.with_fields(finished)
+        is_done = batch.image.is_floating_point() and not ending.is_own
+        if normalize is None or is_done:
+            return lambda image: image.to(self._dtypes[split])
+        return normalize
 
     def _describe(self) -> None:
         """Say what is done with the images, and where."""

@@ -78,35 +78,21 @@ class Program:
         sizes, column, uniform_column = sizes.astype(np.int64), 0, 0
         for step in self.steps:
             applies = u[:, uniform_column] < step.p
-            parts = iter(
-                step.draw(
-                    u[:, uniform_column + 1 : uniform_column + 1 + step.num_uniforms],
-                    sizes,
-                )
-            )
-            uniform_column += 1 + step.num_uniforms
+            first_uniform = uniform_column + 1
+            uniform_column = first_uniform + step.num_uniforms
+            numbers = iter(step.draw(u[:, first_uniform:uniform_column], sizes))
             resized = sizes
             for op in step.ops:
                 params[:, column] = applies
                 first = column = column + 1
                 while column < first + step.num_params(op):
-                    values = next(parts)
-                    columns = (
-                        values[:, None]
-                        if isinstance(values, np.ndarray) and values.ndim == 1
-                        else values
-                    )
-                    if isinstance(columns, np.ndarray):
-                        width = columns.shape[1]
-                    else:
-                        width = 1
-                    params[:, column : column + width] = columns
+                    drawn = np.asarray(next(numbers))
+                    width = drawn.shape[1] if drawn.ndim == 2 else 1
+                    rows = drawn.reshape(-1, width)
+                    params[:, column : column + width] = rows
                     column += width
                 resized = sizes_behind(op, params[:, first:column], resized)
-            if step.p >= 1:
-                sizes = resized
-            else:
-                sizes = np.where(applies[:, None], resized, sizes)
+            sizes = np.where(applies[:, None], resized, sizes)
         return params, sizes
 
     def applied(self, params: np.ndarray) -> Iterator[tuple[Step, Op, list[int]]]:

@@ -106,24 +106,27 @@ class StageTimes:
     @property
     def wait_fraction(self) -> float:
         """Share of the training time that was spent waiting for the stream."""
-        return self.wait_s / self.step_s if self.step_s else 0.0
+        return _share(self.wait_s, self.step_s)
 
     @property
     def remembered_fraction(self) -> float:
         """Share of the images that were made before, by this stream or by another one."""
-        return self.remembered / self.images if self.images else 0.0
+        return _share(self.remembered, self.images)
 
     @property
     def checkpoint_fraction(self) -> float:
         """Share of the training time that was spent on checkpoints."""
-        return self.checkpoint_s / self.step_s if self.step_s else 0.0
+        return _share(self.checkpoint_s, self.step_s)
 
     @property
     def drained_fraction(self) -> float:
         """Share of the micro-batches for which the device had finished its work when they were asked for."""
-        if self.micro_batches:
-            return self.drained / self.micro_batches
-        return 0.0
+        return _share(self.drained, self.micro_batches)
+
+
+def _share(part: float, whole: float) -> float:
+    """Return a part's share of the whole; 0 of nothing."""
+    return part / whole if whole else 0.0
 
 
 OnStage = Callable[[str, Any, Any, "MicroBatchId | None"], None]

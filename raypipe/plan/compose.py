@@ -187,33 +187,47 @@ def compose_mixture(
         samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
-    by_epoch = _shares(config, list(sources), sizes)
-    num_draws = _draws_of_mixture(config, list(sources), sizes)
+    weights = _weights(config, list(sources), sizes)
+    num_draws = _draws_of_mixture(config, weights[0], sizes)
     addresses = " + ".join(source.address for source in sources.values())
     steps, per_epoch = _steps(config, num_draws, addresses)
-    shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
-    unit = config.micro_batch_size
-    per_step = _draws_per_step(config)
-    if config.train_buckets:
-        mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
-    else:
-        mixture = Mixture(
-            [sampler for (sampler,) in samplers],
-            Quotas(shares, per_step, config.seed),
-            config.seed,
-        )
+    shares = {epoch * steps: as_shares(of_epoch) for epoch, of_epoch in weights.items()}
+    mixture = _mixed(config, samplers, shares)
     content.append([list(shares.items()), steps])
     repeated = _repeated(config, mixture, per_epoch)
     return Training(repeated, steps, tuple(samplers), content)
 
 
+def _mixed(
+    config: PlanConfig,
+    samplers: Sequence[tuple[StoreSampler, ...]],
+    shares: Mapping[int, Sequence[int]],
+) -> Mixture:
+    """Return the mixture of the samplers of several sources; `shares` are by the step from which they hold."""
+    unit = config.micro_batch_size
+    per_step = _draws_per_step(config)
+    if config.train_buckets:
+        return mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
+    quotas = Quotas(shares, per_step, config.seed)
+    return Mixture([sampler for (sampler,) in samplers], quotas, config.seed)
+
+
 def _draws_of_mixture(
-    config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
+    config: PlanConfig, weights: Sequence[float], sizes: Sequence[int]
 ) -> int:
-    """Return the draws of an epoch: their number as it is set, or until the shortest or longest source ends."""
+    """Return the draws of an epoch: their number as it is set, or until the shortest or longest source ends.
+
+    Args:
+        weights: of each source in epoch 0; one of weight 0 never ends.
+    """
     if isinstance(config.epoch_samples, int) and config.epoch_samples:
         return config.epoch_samples
-    ends = _ends(config, sources, sizes)
+    exact = [Fraction(weight) for weight in weights]
+    ends = [
+        int(size * sum(exact) / weight)
+        for size, weight in zip(sizes, exact, strict=True)
+        if weight
+    ]
     end = max(ends) if config.epoch_samples == "longest" else min(ends)
     return end * config.aug_repeats
 
@@ -391,32 +405,18 @@ def _repeated(config: PlanConfig, inner: RunSampler, per_epoch: int) -> RunSampl
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)
 
 
-def _shares(
+def _weights(
     config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
-) -> dict[int, tuple[int, ...]]:
-    """Return the share of each source by the epoch from which it holds; by default proportional to their sizes."""
+) -> dict[int, Sequence[float]]:
+    """Return the weight of each source by the epoch from which it holds; by default their sizes."""
     if not config.mixture:
-        return {0: as_shares(sizes)}
-    shares = {}
-    for epoch, weights in config.mixture_by_epoch.items():
-        if set(weights) != set(sources):
+        return {0: sizes}
+    weights = dict[int, Sequence[float]]()
+    for epoch, by_name in config.mixture_by_epoch.items():
+        if set(by_name) != set(sources):
             raise ConfigError(
-                f"plan.mixture has weights of {', '.join(weights)}; the stores of store.train are "
+                f"plan.mixture has weights of {', '.join(by_name)}; the stores of store.train are "
                 f"{', '.join(sources)}: give each one a weight, which may be 0"
             )
-        shares[epoch] = as_shares([weights[name] for name in sources])
-    return shares
-
-
-def _ends(
-    config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
-) -> list[int]:
-    """Return after how many draws each source ends, by its weight in epoch 0; those of weight 0 are left out."""
-    if not config.mixture:
-        return [sum(sizes)]
-    weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]
-    return [
-        int(size * sum(weights) / weight)
-        for size, weight in zip(sizes, weights, strict=True)
-        if weight
-    ]
+        weights[epoch] = [by_name[name] for name in sources]
+    return weights

@@ -628,7 +628,9 @@ class Loader(Unlike, instead=_INSTEAD):
     def _described(self) -> dict[str, Any]:
         """Describe the inputs of the model that the loop trains, for its checkpoints."""
         augment = self._user_augment
-        if self.augment and not self._spec.endings:
+        endings = self._spec.endings
+        ending = endings.get("val", endings.get("train"))
+        if self.augment and not (ending and ending.normalizes):
             # It has the normalization of its module.
             augment = self.augment.config
         return input_of(self._spec, augment, self.model_name)

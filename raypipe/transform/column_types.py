@@ -323,29 +323,43 @@ def type_by_values(
         return ColumnType("json")
     if not arrays:
         raise ConfigError(f"{where}: {problem}")
-    filled = [array for array in arrays if array.size]
     declared = options.dtype if options else ""
     has_arrays = any(isinstance(value, np.ndarray) for value in values)
-    if not (filled or declared or has_arrays):
+    if not (declared or has_arrays or any(array.size for array in arrays)):
         raise _untold(name, where)
-    dtype = np.result_type(*(filled or arrays))
+    is_array = is_fixed and all(isinstance(value, np.ndarray) for value in values)
+    kind = _type_of_numbers(arrays, declared, is_array, where)
+    if kind.kind == "json":
+        return kind
+    return replace(kind, is_npy=any(map(is_npy, values)))
+
+
+def _type_of_numbers(
+    arrays: Sequence[np.ndarray], declared: str, is_array: bool, where: str
+) -> ColumnType:
+    """Return the type of a column of numbers.
+
+    Args:
+        declared: its dtype; empty = by the numbers.
+        is_array: arrays of one shape are no lists.
+    """
+    told = [array for array in arrays if array.size] or arrays
+    dtype = np.result_type(*told)
     if declared:
         # damaged values of some columns may be floats
-        dtypes = [array.dtype for array in filled]
+        dtypes = [array.dtype for array in arrays if array.size]
         dtype = min(dtypes, key=rank, default=np.dtype(declared))
-    shapes = sorted({array.shape for array in filled or arrays})
+    shapes = sorted({array.shape for array in told})
     if len(set(map(len, shapes))) > 1:
         raise ConfigError(
             f"{where} has numbers of several shapes, {shapes}: fix the store"
         )
-    is_array = is_fixed and all(isinstance(value, np.ndarray) for value in values)
-    has_npy = any(map(is_npy, values))
     if shapes == [()] or (is_array and len(shapes) == 1):
-        return ColumnType("array", dtype.name, shapes[0], is_npy=has_npy)
+        return ColumnType("array", dtype.name, shapes[0])
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
         return ColumnType("json")
-    return ColumnType("ragged", dtype.name, inner.pop(), is_npy=has_npy)
+    return ColumnType("ragged", dtype.name, inner.pop())
 
 
 def _numbers_in(

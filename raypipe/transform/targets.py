@@ -260,12 +260,13 @@ class Target:
             limit: the most boxes, or keypoints, that a sample may have.
         """
         if not self.width:
-            if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
+            mask = np.asarray(transformed)  # ToTensorV2 makes a tensor of it
+            if mask.dtype != np.uint8 or mask.shape != image[:2]:
                 raise ConfigError(
-                    f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
-                    f"{(*image[:2], 3)}: it must be uint8 of the image's height and width"
+                    f"the transform made a mask of {mask.dtype} {mask.shape} for an image of {(*image[:2], 3)}: "
+                    "it must be uint8 of the image's height and width"
                 )
-            return transformed
+            return mask
         # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
         number = max(len(transformed), len(decoded))
         if number > limit:

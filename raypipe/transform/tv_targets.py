@@ -7,7 +7,7 @@ A pipeline gets the image and a dict of what the stream has, and returns both:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ def by_torchvision(
         ConfigError: it returns something else, or removes keypoints.
     """
     given = image, _as_tensors(targets, (image.shape[-2], image.shape[-1]))
+    from torchvision.transforms.v2 import functional
+
     # A sequence of torch's modules passes one argument on.
     is_sequence = type(pipeline).__name__ == "Sequential"
     returned = pipeline(given) if is_sequence else pipeline(*given)
@@ -47,19 +49,31 @@ def by_torchvision(
             "must return both, with all keypoints; those outside of the image get a label that says so"
         )
     moved, found = returned
-    arrays = {name: np.asarray(value) for name, value in found.items()}
     results = {IMAGE: moved}
     if "mask" in targets:
-        mask = arrays["mask"]  # -1 becomes 255, the pixels of no class
-        results["mask"] = mask.astype(np.uint8) if mask.dtype.kind in "iu" else mask
+        results["mask"] = _mask(np.asarray(found["mask"]))
     if "bboxes" in targets:
-        corners = _corners(found["boxes"], moved.shape[-2:])
-        rows = np.column_stack([corners, arrays["labels"]]).astype(np.float32)
+        corners = _corners(found["boxes"], functional.get_size(moved))
+        rows = np.column_stack([corners, found["labels"]]).astype(np.float32)
         is_kept = corners[:, 2:] - corners[:, :2] >= _LEAST
         results["bboxes"] = rows[is_kept.all(1)]
     if "keypoints" in targets:
-        results["keypoints"] = np.column_stack([arrays["keypoints"], labels])
+        results["keypoints"] = np.column_stack([found["keypoints"], labels])
     return results
+
+
+def _mask(mask: np.ndarray) -> np.ndarray:
+    """A mask of integers as uint8, where -1 is 255; any other as it is. Raises ConfigError for other numbers."""
+    if mask.dtype.kind not in "iu" or not mask.size:
+        return mask
+    least = int(mask.min())
+    most = int(mask.max())
+    if least < -1 or most > 255:
+        raise ConfigError(
+            f"the transform made a mask of numbers from {least} to {most}: classes are 0 to 254, and pixels of no "
+            "class are 255, or -1; change them in the loop, on the batch"
+        )
+    return mask.astype(np.uint8)
 
 
 def _as_tensors(
@@ -85,7 +99,7 @@ def _as_tensors(
     return given
 
 
-def _corners(boxes: Any, size: tuple[int, int]) -> np.ndarray:
+def _corners(boxes: Any, size: Sequence[int]) -> np.ndarray:
     """Corners (K, 4) of boxes, cut at the edges of an image."""
     from torchvision.transforms.v2 import functional
 

@@ -325,3 +325,16 @@ def test_a_gradient_reaches_the_pixels_and_changes_none(
     )
     out.square().sum().backward()
     assert image.grad is not None and (image.grad != 0).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("setting", ["mixup_alpha", "cutmix_alpha"])
+def test_mixing_needs_a_target(setting: str) -> None:
+    config = AugmentConfig(**{setting: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{setting} mixes targets, and batches have"):
+        DeviceAugment(config, CPU, batches=IMAGES._replace(has_target=False))
+
+
+def test_an_operation_does_not_normalize_what_is_normalized_behind_it() -> None:
+    op = {"op": "Normalize", "mean": [0.5] * 3, "std": [0.5] * 3}
+    with pytest.raises(ConfigError, match=r"set augment.mean and augment.std instead"):
+        DeviceAugment(AugmentConfig(ops=[op]), CPU)

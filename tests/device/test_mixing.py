@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig
+from raypipe.device.augment import check_mixable
 from raypipe.device.mixing import (
     Mix,
     MixPlan,
-    check_mixable,
     draw_mix,
     mix,
     mixed_cross_entropy,
@@ -21,6 +21,8 @@ from raypipe.device.mixing import (
     soft_targets,
 )
 from raypipe.errors import ConfigError
+from raypipe.transform.columns import ColumnType
+from raypipe.transform.device_input import IMAGES
 
 ALL = np.ones(4, bool)
 
@@ -229,10 +231,11 @@ def test_squared_error_of_two_halves_has_the_mixed_targets_gradient() -> None:
 def test_targets_that_have_no_mixture_are_refused(
     setting: str, dtype: str, shape: tuple[int, ...], can: bool
 ) -> None:
-    check_mixable(AugmentConfig(), dtype, shape)
+    batches = IMAGES._replace(target=ColumnType("array", dtype, shape))
+    check_mixable(AugmentConfig(), batches)
     config = AugmentConfig(**{setting: 0.5})  # type: ignore[arg-type]
     if can:
-        check_mixable(config, dtype, shape)
+        check_mixable(config, batches)
         return
     with pytest.raises(ConfigError, match=f"augment.{setting} mixes targets"):
-        check_mixable(config, dtype, shape)
+        check_mixable(config, batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import kornia.augmentation as K  # noqa: N812 # as everybody writes it
@@ -166,6 +167,20 @@ def test_a_normalize_at_the_end_is_that_of_validations_too(at_end: Any) -> None:
         ConfigError, match=r"ends with Normalize\(.*leave one of the two out"
     ):
         DeviceAugment(AugmentConfig(module=module, mean=(0.1, 0.1, 0.1)), CPU)
+
+
+def test_a_normalize_by_chance_is_no_ending() -> None:
+    numbers = [0.5] * 3, [0.25] * 3
+    last = K.Normalize(*map(torch.tensor, numbers))
+    for module in (
+        K.ImageSequential(K.RandomHorizontalFlip(), last, random_apply=1),
+        v2.RandomApply([v2.Normalize(*numbers)], p=0.5),
+        v2.RandomChoice([v2.RandomVerticalFlip(), v2.Normalize(*numbers)]),
+        v2.RandomOrder([v2.RandomVerticalFlip(), v2.Normalize(*numbers)]),
+    ):
+        assert normalization_of(module) is None
+    whole = K.ImageSequential(K.RandomHorizontalFlip(), v2.Compose([last]))
+    assert normalization_of(whole) == tuple(map(tuple, numbers))
 
 
 def test_the_strength_scales_the_probabilities_of_kornia() -> None:
@@ -374,6 +389,39 @@ def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> Non
     assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
 
 
+@dataclass
+class Darker:
+    """A callable without a hash, as a dataclass is."""
+
+    factor: float
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return images * self.factor
+
+
+def test_a_step_needs_no_hash() -> None:
+    torch.testing.assert_close(made(Darker(0.5)).image, pixels() * 0.5)
+
+
+def test_a_step_of_images_and_targets_mixes_no_padding_into_samples() -> None:
+    augment = DeviceAugment(
+        AugmentConfig(module=v2.MixUp(num_classes=6), mean=PLAIN.mean, std=PLAIN.std),
+        CPU,
+    )
+    whole = host()
+    weight = np.array([1, 1, 1, 1, 0, 0], np.float32)
+    index = np.where(weight > 0, whole.index, -1)
+    padded = replace(whole, index=index, weight=weight)
+    (batch,) = on_device([padded], CPU, lambda at: 77)
+    found = augment.of_batch(batch, 1.0)
+    with all_seeded(batch.seed):
+        torch.manual_seed(batch.seed)
+        image, target = v2.MixUp(num_classes=6)(pixels()[:4], batch.target[:4])
+    torch.testing.assert_close(found.image[:4], image, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found.target[:4], target)
+    assert not found.image[4:].any() and not found.target[4:].any()
+
+
 class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -399,6 +447,16 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         nn.Sequential(JITTER, FLIP),
         ["mask"],
         r"leaves 'mask' behind.*data_keys=\['input', 'mask'\]",
+    ),
+    "torchvision's geometry": (
+        v2.Compose([v2.ColorJitter(0.1), v2.RandomApply([v2.RandomRotation(9)])]),
+        ["mask"],
+        "torchvision's RandomRotation moves or erases pixels, and leaves 'mask' behind",
+    ),
+    "torchvision's erasing": (
+        nn.Sequential(v2.RandomErasing()),
+        ["mask"],
+        "torchvision's RandomErasing",
     ),
     "a target without a key": (
         container(FLIP, keys=("input", "mask")),
@@ -430,7 +488,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "mixing inside": (
         container(FLIP, K.RandomMixUpV2(), keys=("input",)),
         [],
-        "put it behind, as nn.Sequential",
+        "make it a separate step, as nn.Sequential",
     ),
     "mixing twice": (nn.Sequential(K.RandomMixUpV2(), K.PatchMix()), [], "mixes twice"),
     "a mosaic of classes": (nn.Sequential(K.RandomMosaic()), [], "needs boxes"),
@@ -483,7 +541,7 @@ def test_a_step_of_targets_returns_both_and_is_the_only_one_that_mixes() -> None
 
 
 def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:
-    found = made(nn.Sequential(JITTER, K.RandomGrayscale()), JOINT)
+    found = made(nn.Sequential(JITTER, v2.RandomGrayscale()), JOINT)
     assert torch.equal(found.fields["mask"], batch_of().fields["mask"])
     config = AugmentConfig(module=nn.Sequential(K.RandomMosaic((SIZE, SIZE))))
     DeviceAugment(config, CPU, batches=IMAGES._replace(has_target=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,36 @@ def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> Non
         for augment in (None, AugmentConfig()):
             image = stage(of_stream, augment)(given, 1.0).image
             torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_normalization_of_a_module_is_that_of_validations_too() -> None:
+    floats = Ending("ToDtype", "float32", (0.0,) * 3, (1.0,) * 3, normalizes=False)
+    module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
+    endings: dict[Split, Ending] = {"train": floats, "val": floats}
+    of_both = stage(IMAGES._replace(endings=endings), AugmentConfig(module=module))
+    for split in endings:
+        given = batch(split)
+        expected = (given.image.float() / 255 - 0.5) / 0.25
+        image = of_both(given, 1.0).image
+        torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("made_by", ["the device", "the library"])
+def test_a_differentiable_validation_is_normalized_once(
+    made_by: str,
+) -> None:
+    of_val = NORMALIZE
+    given = batch("val")
+    expected = (given.image.float() / 255 - 0.5) / 0.25
+    if made_by == "the library":
+        of_val = replace(NORMALIZE, because="a step follows it")
+        given = given.with_fields({"image": expected})
+    endings: dict[Split, Ending] = {"train": IMAGENET, "val": of_val}
+    augment = AugmentConfig(differentiable=True)
+    found = stage(IMAGES._replace(endings=endings), augment)(given, 1.0)
+    torch.testing.assert_close(found.image, expected, rtol=1e-5, atol=1e-5)
+    assert found.pixels is not None and found.augment is not None
+    torch.testing.assert_close(found.augment(found.pixels), found.image)
 
 
 def test_rank_0_says_once_where_the_ending_is_done(

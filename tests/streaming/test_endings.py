@@ -215,9 +215,16 @@ def test_a_preview_shows_images_without_the_normalization() -> None:
         .astype(int)
     )
     nothing = v2.RandomErasing(p=0)
-    for steps in (last, [*last, nothing]):
+    in_module = AugmentConfig(module=torch.nn.Sequential(last[1]))
+    for steps, augment in (
+        (last, AugmentConfig()),
+        ([*last, nothing], AugmentConfig()),
+        (last[:1], in_module),
+        ([last[0], nothing], in_module),
+        ([], in_module),
+    ):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
-        maker = StepMaker(spec, AugmentConfig())
+        maker = StepMaker(spec, augment)
         place = next(spec.plan.micro_batches(spec.plan.start()))
         images, *_ = Preview(maker).stages(Remade(maker, place))
         assert all(
@@ -242,6 +249,21 @@ def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
     batch = next(next(raypipe.loader(spec).epochs()).val)
     prepared = raypipe.read_checkpoint(tmp_path).prepare(picture(int(batch.index[0])))
     torch.testing.assert_close(prepared, batch.image[0], atol=2e-6, rtol=1e-6)
+
+
+def test_a_model_takes_images_normalized_as_by_the_end_of_a_module() -> None:
+    steps = [v2.CenterCrop(16), v2.ToDtype(torch.float32, scale=True)]
+    spec = stream(v2.Compose(steps), v2.Compose(steps))
+    module = torch.nn.Sequential(v2.Normalize(MEAN, STD))
+    loader = raypipe.loader(spec, augment=AugmentConfig(module=module))
+    described = loader._described()
+    assert (described["mean"], described["std"]) == (list(MEAN), list(STD))
+    batch = next(next(loader.epochs()).val)
+    image = cv2.imdecode(
+        np.frombuffer(picture(int(batch.index[0])), np.uint8), cv2.IMREAD_COLOR_RGB
+    )
+    expected = v2.Compose([v2.ToImage(), *steps, *module])(image)
+    torch.testing.assert_close(batch.image[0], expected, atol=2e-6, rtol=1e-6)
 
 
 def test_floats_before_an_ending_stay_and_a_warning_says_so(

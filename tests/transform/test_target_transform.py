@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
+from albumentations.pytorch import ToTensorV2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
@@ -213,6 +214,15 @@ def test_a_mask_that_is_none_any_more_is_a_config_error() -> None:
     floats = A.Compose([A.Lambda(mask=halved)])
     with pytest.raises(ConfigError, match="the transform made a mask of float64"):
         run(both(floats), SCENES[:1], KEYS)
+
+
+@pytest.mark.parametrize("last", [[], [A.Normalize(p=0.5)]])
+def test_a_mask_may_be_a_tensor_at_the_end_of_a_pipeline(last: list[Any]) -> None:
+    steps = [A.Resize(96, 128), A.HorizontalFlip(p=1)]
+    found = one(A.Compose([*steps, *last, ToTensorV2()]), SCENES[0], (1, 2))
+    expected = one(A.Compose(steps), SCENES[0], (1, 2))
+    assert np.array_equal(found["mask"], expected["mask"])
+    assert np.array_equal(found["boxes"], expected["boxes"])
 
 
 class Mine(A.DualTransform):

@@ -26,7 +26,7 @@ FLOAT = {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others"
 def labels_too(image: Any, target: Any) -> Any:
     """A user's step, as scripts for detection have them."""
     assert isinstance(target["labels"], torch.Tensor)
-    return image, target
+    return image, {**target, "parts": [[1], [2, 3]]}
 
 
 FLIPS = [v2.RandomHorizontalFlip(0.5), v2.RandomVerticalFlip(0.5)]
@@ -115,6 +115,36 @@ def test_targets_move_as_by_a_call_by_hand(name: str) -> None:
         if "keypoints" in keywords:
             rows = np.column_stack([target["points"], POINTS[:, 2]])
             assert np.array_equal(made["keypoints"], rows)
+
+
+def test_the_image_may_come_back_as_a_pil_image() -> None:
+    pipeline = v2.Compose([v2.Resize((20, 25)), v2.ToPILImage()])
+    transform = SampleTransform(pipeline, targets=("boxes", "mask"))
+    targets = {"bboxes": BOXES.copy(), "mask": MASK.copy()}
+    made = transform.with_targets(IMAGE.copy(), targets, (0, 0))
+    assert np.array_equal(made["bboxes"][:, :4], BOXES[:, :4] / 2)
+    assert made["image"].shape == (20, 25, 3) and made["mask"].shape == (20, 25)
+
+
+@pytest.mark.parametrize("nothing", [-1, -100, 300])
+def test_a_number_in_a_mask_is_a_class_or_none(nothing: int) -> None:
+    def ignored(image: Any, target: Any) -> Any:
+        mask = target["mask"].long()
+        return image, {"mask": torch.where(mask == 6, nothing, mask)}
+
+    transform = SampleTransform(v2.Compose([ignored]), targets=("mask",))
+
+    def made() -> np.ndarray:
+        given = {"mask": MASK.copy()}
+        return transform.with_targets(IMAGE.copy(), given, (0, 0))["mask"]
+
+    if nothing == -1:
+        assert np.array_equal(made(), np.where(MASK == 6, 255, MASK))
+        return
+    with pytest.raises(
+        ConfigError, match=f"numbers from .*{nothing}.*classes are 0 to"
+    ):
+        made()
 
 
 def test_keypoints_outside_are_marked_and_none_may_vanish() -> None:

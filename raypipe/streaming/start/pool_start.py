@@ -148,10 +148,12 @@ class PooledStream(Iterator[MicroBatch]):
         num_beyond = self.head.num_beyond if self.head else 0
         from_pool = chain(self._first, self._from_pool)
         self._first = []
-        for batch in islice(from_pool, num_beyond, None):
+        for number, batch in enumerate(islice(from_pool, num_beyond, None)):
             yield batch
             # its block's memory is to be free before the next one arrives
             del batch
+            if number == 0:
+                free_spare()  # a loop holds a batch until it has the next one
 
     def awaited(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""

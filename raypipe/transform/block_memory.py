@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import weakref
@@ -46,6 +47,13 @@ def free_spare(smaller_than: float = math.inf) -> None:
             memory = _spare.popleft()
             if len(memory) >= smaller_than:
                 _spare.append(memory)
+
+
+def free_unused() -> None:
+    """Give spare memory back to the system, and what malloc keeps for later calls."""
+    free_spare()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _spare_again(memory: mmap.mmap) -> None:

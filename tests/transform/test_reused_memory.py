@@ -78,7 +78,7 @@ def test_memory_of_former_sizes_is_given_back() -> None:
         pair = [reused_memory(mib << 20) for _ in range(2)]
         del pair
     assert [len(memory) >> 20 for memory in block_memory._spare] == [3, 3]
-    block_memory.free_spare()
+    block_memory.free_unused()
     assert not block_memory._spare
 
 

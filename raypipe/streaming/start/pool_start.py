@@ -21,7 +21,7 @@ from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
-from raypipe.transform.block_memory import free_spare
+from raypipe.transform.block_memory import free_spare, free_unused
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class PooledStream(Iterator[MicroBatch]):
             # its block's memory is to be free before the next one arrives
             del batch
             if number == 0:
-                free_spare()  # a loop holds a batch until it has the next one
+                free_unused()  # a loop holds a batch until it has the next one
 
     def awaited(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""

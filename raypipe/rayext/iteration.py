@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.data_context import ours, stream_settings
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.lost_blocks import with_copies
@@ -109,13 +110,15 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
     before = set(threading.enumerate())
     threads = list[threading.Thread]()
     batch_iterators = _record_batch_iterators(iterator)
+    # On one machine a finished block is at hand, and Ray Data would hold three more in memory to take one ahead.
+    num_ahead = 0 if is_local() and coordinator_of(iterator) is None else 1
     try:
         with ours():
             blocks = iter(
                 iterator.iter_batches(
                     batch_size=None,  # type: ignore[arg-type]
                     batch_format="numpy",
-                    prefetch_batches=1,
+                    prefetch_batches=num_ahead,
                 )
             )
         while True:

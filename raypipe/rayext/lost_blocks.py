@@ -58,10 +58,11 @@ class LostBlocks:
     def __init__(self, op: Any, output_queue: Any) -> None:
         self._op = op
         (self._pool,) = op.get_autoscaling_actor_pools()
-        # By reference. Ranks take blocks, and ask for copies, in other threads.
-        self._finished: dict[Any, _Finished] = {}
-        # rank → the blocks that it took last
-        self._taken = defaultdict[int, deque[Any]](deque)
+        # By id of the block, since a reference would keep it in memory. Ranks take blocks, and ask for copies, in
+        # other threads.
+        self._finished: dict[bytes, _Finished] = {}
+        # rank → ids of the blocks that it took last
+        self._taken = defaultdict[int, deque[bytes]](deque)
         self._alive: Collection[str] | None = None
         if output_queue is not None:
             self._add = op._output_queue.add
@@ -86,7 +87,7 @@ class LostBlocks:
 
     def copy_of(self, block: Any) -> Any:
         """Return a reference to what another actor makes in the place of a block; None = nothing."""
-        finished = self._finished.get(block)
+        finished = self._finished.get(block.binary())
         return finished and finished.copy
 
     def make_again(self, alive: Collection[str], stuck: Collection[Any] = ()) -> int:
@@ -174,7 +175,7 @@ class LostBlocks:
         for entry in bundle.blocks:
             if entry.metadata.size_bytes >= _SMALL:
                 node = entry.metadata.exec_stats.node_id
-                self._finished[entry.ref] = _Finished(inputs, node)
+                self._finished[entry.ref.binary()] = _Finished(inputs, node)
 
     def _popped(self, *args: Any, **options: Any) -> Any:
         """A rank takes a block, or its copy."""
@@ -183,18 +184,19 @@ class LostBlocks:
             return None
         taken = self._taken[bundle.output_split_idx or 0]
         blocks = [self._or_copy(entry) for entry in bundle.blocks]
-        taken.extend(entry.ref for entry in blocks)
+        taken.extend(entry.ref.binary() for entry in blocks)
         while len(taken) > _TAKEN:
             self._finished.pop(taken.popleft(), None)
         return replace(bundle, blocks=blocks)
 
     def _or_copy(self, entry: Any) -> Any:
         """Return a block of a bundle, or its copy."""
-        finished = self._finished.get(entry.ref)
+        finished = self._finished.get(entry.ref.binary())
         if finished is None or finished.copy is None:
             return entry
-        del self._finished[entry.ref]
-        self._finished[finished.copy] = _Finished(finished.inputs, finished.node)
+        del self._finished[entry.ref.binary()]
+        copy = finished.copy.binary()
+        self._finished[copy] = _Finished(finished.inputs, finished.node)
         return replace(entry, ref=finished.copy)
 
     def _refreshed(self) -> None:

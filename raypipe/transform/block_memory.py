@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import weakref
@@ -15,15 +16,14 @@ import numpy as np
 # Bytes. Below, malloc reuses memory.
 _LEAST_REUSED = 1 << 20
 _ALIGNED = 8  # the widest numbers
-# Of large memory: one that is being filled, one that is being shipped, and one of a part of a block. Of smaller,
-# as much as the micro-batches of a block of items have, each its own.
-_LEAST_SPARE = 3
+# As much as the micro-batches of a block of items have, each its own; or one larger piece, since an actor ships a
+# block before it makes the next.
 _MAX_SPARE_BYTES = 128 << 20
 _spare: deque[mmap.mmap] = deque()
 
 
 def reused_memory(num_bytes: int) -> np.ndarray:
-    """An empty array uint8 (n,); its memory serves the next one of its size once nobody holds on to it.
+    """An empty array uint8 (n,); its memory serves the next one of about its size once nobody holds on to it.
 
     A block's new memory costs 0.1 ms for each image of 224 x 224 pixels: the system clears it page by page.
     """
@@ -32,37 +32,46 @@ def reused_memory(num_bytes: int) -> np.ndarray:
     memory = _spare_of(num_bytes)
     if memory is None:
         # Blocks grow: memory of their former sizes would stay for good.
-        free_spare(all_but=1)
+        free_spare(smaller_than=num_bytes)
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Views refer to the array that owns the memory: this one, since a mapping is not an array.
-    array = np.frombuffer(memory, np.uint8)
+    array = np.frombuffer(memory, np.uint8, num_bytes)
     weakref.finalize(array, _spare_again, memory).atexit = False
     return array
 
 
-def free_spare(all_but: int = 0) -> None:
-    """Give spare memory back to the system, but for the newest pieces."""
-    with contextlib.suppress(IndexError):  # another thread has taken it
-        while len(_spare) > all_but:
-            _spare.popleft()
+def free_spare(smaller_than: float = math.inf) -> None:
+    """Give spare memory back to the system: all, or the pieces below this number of bytes."""
+    for _ in range(len(_spare)):
+        with contextlib.suppress(IndexError):  # another thread has taken it
+            memory = _spare.popleft()
+            if len(memory) >= smaller_than:
+                _spare.append(memory)
+
+
+def free_unused() -> None:
+    """Give spare memory back to the system, and what malloc keeps for later calls."""
+    free_spare()
+    with contextlib.suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _spare_again(memory: mmap.mmap) -> None:
     _spare.append(memory)
     with contextlib.suppress(IndexError):  # another thread has taken it
-        while (
-            len(_spare) > _LEAST_SPARE
-            and sum(map(len, list(_spare))) > _MAX_SPARE_BYTES
-        ):
+        while len(_spare) > 1 and sum(map(len, list(_spare))) > _MAX_SPARE_BYTES:
             _spare.popleft()
 
 
 def _spare_of(num_bytes: int) -> mmap.mmap | None:
-    """Take spare memory of this size; None = there is none, or another thread has taken it."""
+    """Take spare memory of this size, or of up to twice as much, for a block with fewer micro-batches.
+
+    None = there is none, or another thread has taken it.
+    """
     for _ in range(len(_spare)):
         with contextlib.suppress(IndexError):
             memory = _spare.popleft()
-            if len(memory) == num_bytes:
+            if num_bytes <= len(memory) <= 2 * num_bytes:
                 return memory
             _spare.append(memory)
     return None

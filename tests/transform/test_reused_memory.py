@@ -60,11 +60,30 @@ def test_threads_never_get_the_same_memory() -> None:
         assert all(threads.map(is_kept, [*range(8)] * 100))
 
 
+def test_memory_serves_a_block_with_fewer_micro_batches() -> None:
+    block_memory.free_spare()
+    whole = reused_memory(4 << 20)
+    at = address(whole)
+    del whole
+    rest = reused_memory((4 << 20) - 1)
+    assert address(rest) == at
+    assert len(rest) == (4 << 20) - 1
+    del rest
+    assert address(reused_memory(1 << 20)) != at  # it would hold four times its size
+
+
 def test_memory_of_former_sizes_is_given_back() -> None:
+    block_memory.free_spare()
     for mib in (1, 2, 3):
-        # one is filled while the other is shipped
         pair = [reused_memory(mib << 20) for _ in range(2)]
         del pair
-    assert [len(memory) >> 20 for memory in block_memory._spare] == [2, 3, 3]
-    block_memory.free_spare()
+    assert [len(memory) >> 20 for memory in block_memory._spare] == [3, 3]
+    block_memory.free_unused()
     assert not block_memory._spare
+
+
+def test_one_piece_of_spare_memory_may_be_large() -> None:
+    large = [reused_memory(80 << 20) for _ in range(2)]
+    del large
+    assert [len(memory) >> 20 for memory in block_memory._spare] == [80]
+    block_memory.free_spare()

@@ -22,7 +22,7 @@ from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
-from raypipe.transform.block_memory import free_spare
+from raypipe.transform.block_memory import free_spare, free_unused
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
@@ -149,10 +149,12 @@ class PooledStream(Iterator[MicroBatch]):
         num_beyond = self.head.num_beyond if self.head else 0
         from_pool = chain(self._first, self._from_pool)
         self._first = []
-        for batch in islice(from_pool, num_beyond, None):
+        for number, batch in enumerate(islice(from_pool, num_beyond, None)):
             yield batch
             # its block's memory is to be free before the next one arrives
             del batch
+            if number == 0:
+                free_unused()  # a loop holds a batch until it has the next one
 
     def awaited(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""

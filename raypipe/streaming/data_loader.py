@@ -328,7 +328,7 @@ def _check_dataset(dataset: Any) -> None:
 def _agreed_seed(
     generator: torch.Generator | None, sampler: Any, world_size: int
 ) -> int:
-    """Return rank 0's seed, in [0, 2^64), with the seed that a sampler has of its own."""
+    """Return rank 0's seed, in [0, 2^64), with the seed of the sampler's own generator."""
     seed = generator.initial_seed() if generator else torch.initial_seed()
     if world_size > 1:
         if processes() is None:

@@ -57,7 +57,7 @@ Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
 class _Code(NamedTuple):
-    """What is known of a maker of samples: all of a key but samples and strength.
+    """The code of a maker of samples: all of a key but samples and strength.
 
     Attributes:
         digest: hash over store, transform, size, settings and versions.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -31,10 +32,13 @@ def write_store(path: Path, num: int) -> str:
 def run_here(code: str, *arguments: object) -> None:
     """A script in this process, which has imported all that it needs."""
     before, sys.argv = sys.argv, ["script.py", *map(str, arguments)]
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(code, "moving.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "moving.md", "exec"), names)
     finally:
         sys.argv = before
+        # A stream has the Dataset, whose methods have these names, among them that of the loader.
+        names.clear()
 
 
 @pytest.mark.cluster

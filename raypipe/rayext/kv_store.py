@@ -76,8 +76,9 @@ def was_restarted() -> bool:
 
 
 def forget(actor: Any) -> None:
-    """Remove the memory of an actor that was killed."""
-    withdraw(actor._actor_id.hex())
+    """Remove the memory of an actor that was killed, and all that was published behind its id."""
+    key = actor._actor_id.hex().encode()
+    _ask(internal_kv._internal_kv_del, key, del_by_prefix=True)
 
 
 def publish(key: str, value: Any) -> bool:

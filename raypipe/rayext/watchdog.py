@@ -40,15 +40,18 @@ class StreamWatchdog:
     Args:
         note: called for each killed process, with text and kind of fault.
         work_of: key of a process → description of its work; "" = unknown.
+        newcomers: returns the trainers that have joined since its last call, by rank.
     """
 
     def __init__(
         self,
         note: Callable[[str, str], None],
         work_of: Callable[[str], str] = lambda key: "",
+        newcomers: Callable[[], dict[int, Process]] = dict,
     ) -> None:
         self._note = note
         self._work_of = work_of
+        self._newcomers = newcomers
         self._processes: dict[
             str, Process
         ] = {}  # actor, task, rank or execution → its process
@@ -108,6 +111,9 @@ class StreamWatchdog:
 
     def turn(self, now: float) -> None:
         """Check the processes, if it is time; report the results of earlier checks."""
+        for rank, process in self._newcomers().items():
+            self.add(process.role, process)
+            self._still.setdefault(f"rank {rank}", now)
         due = [
             key
             for key, since in list(self._still.items())

@@ -38,7 +38,7 @@ from raypipe.streaming.start.head_start import (
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
 from raypipe.streaming.start.room import ask_for_room, make_room
-from raypipe.streaming.supervisor import POOL, start_supervisor
+from raypipe.streaming.supervisor import POOL, announce_trainer, start_supervisor
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -309,7 +309,9 @@ class RayStreams:
         """Start the stream's Supervisor, which knows this process from its own start on."""
         trainer = this_process("trainer 0") if self._is_trainer else None
         spec = self._spec
-        return start_supervisor(spec.run, spec.log_format, trainer=trainer)
+        return start_supervisor(
+            spec.run, spec.log_format, trainer=trainer, num_ranks=self._world_size
+        )
 
     def _fair_share(self) -> int:
         """Return the actors that there is room for if each process of the run has as many."""
@@ -350,8 +352,7 @@ class RayStreams:
             return
         supervisor = stream.supervisor
         if self._rank:  # it has known rank 0 from its start on
-            trainer = f"trainer {self._rank}"
-            supervisor.process_joined.remote(trainer, this_process(trainer))
+            announce_trainer(supervisor, self._rank)
             return
         controller = own_controller()
         process = process_of(controller) if controller else None

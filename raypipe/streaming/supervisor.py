@@ -28,7 +28,7 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import add_slice, clock_us, happened
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
-from raypipe.rayext.kv_store import Memory, forget
+from raypipe.rayext.kv_store import Memory, forget, publish, published
 from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.trace_sender import HeldTrace
 from raypipe.rayext.watchdog import StreamWatchdog
@@ -115,6 +115,7 @@ class Supervisor:
         watches: whether it runs as an actor. Then it ends stopped processes of the stream while the stream makes
             no progress, and remembers what its earlier processes knew.
         trainer: process of rank 0, in a train function; it may stop before it calls.
+        num_ranks: W; in a train function the other ranks announce themselves, see `announce_trainer`.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Supervisor:
         log_format: LogFormat | Literal[""] = "",
         watches: bool = False,
         trainer: Process | None = None,
+        num_ranks: int = 1,
     ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
@@ -149,7 +151,8 @@ class Supervisor:
         self._num_looks = 0
         # rank → since when it has waited for a batch
         self._waits: dict[int, float] = {}
-        self._watch = StreamWatchdog(self.note, self._work_of)
+        self._watch = StreamWatchdog(self.note, self._work_of, self._newcomers)
+        self._unknown = set(range(1, num_ranks)) if trainer else set[int]()
         if trainer:
             self._watch.add(trainer.role, trainer)
             self._watch.rank_called(0)
@@ -184,6 +187,14 @@ class Supervisor:
     def process_joined(self, key: str, process: Process) -> None:
         """A process of the stream is there, which is known by this key."""
         self._watches(key, process)
+
+    def _newcomers(self) -> dict[int, Process]:
+        """Return the trainers that have announced themselves since the last call, by rank."""
+        stream = ray.get_runtime_context().get_actor_id() or ""
+        found = {rank: published(_key_of(stream, rank)) for rank in self._unknown}
+        joined = {rank: process for rank, process in found.items() if process}
+        self._unknown -= joined.keys()
+        return joined
 
     def process_left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
@@ -419,6 +430,7 @@ def start_supervisor(
     log_format: LogFormat = "text",
     watches: bool = True,
     trainer: Process | None = None,
+    num_ranks: int = 1,
 ) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
@@ -427,7 +439,20 @@ def start_supervisor(
         max_task_retries=-1,
         scheduling_strategy=on_this_node(),
     )
-    return actor.remote(MAX_ATTEMPTS, run, log_format, watches, trainer)
+    return actor.remote(MAX_ATTEMPTS, run, log_format, watches, trainer, num_ranks)
+
+
+def announce_trainer(supervisor: Any, rank: int) -> None:
+    """Let a Supervisor know this process as the trainer of a rank from now on.
+
+    The head keeps it: a call would wait for the Supervisor's start, and never arrive if this process froze before.
+    """
+    trainer = this_process(f"trainer {rank}")
+    publish(_key_of(stream_name(supervisor), rank), trainer)
+
+
+def _key_of(stream: str, rank: int) -> str:
+    return f"{stream} trainer {rank}"
 
 
 def stream_name(supervisor: Any) -> str:

@@ -13,8 +13,15 @@ import ray
 from patience import until
 from ray import cloudpickle
 
+from raypipe.rayext.kv_store import forget, published_keys
 from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
-from raypipe.rayext.watchdog import StreamWatchdog
+from raypipe.rayext.watchdog import StreamWatchdog, SupervisorWatchdog
+from raypipe.streaming import supervisor as supervisor_of_streams
+from raypipe.streaming.supervisor import (
+    announce_trainer,
+    start_supervisor,
+    stream_name,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -121,6 +128,31 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
         ray.get(stopped.process.remote(), timeout=600)
     assert ray.get(busy.process.remote(), timeout=600)
     ray.kill(busy)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
+    processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = processes
+    started = _stat(trainer.pid)[1]
+    one = this_process("trainer 0")
+    other = one._replace(role="trainer 1", pid=trainer.pid, started=started)
+    monkeypatch.setattr(supervisor_of_streams, "this_process", lambda role: other)
+    supervisor = start_supervisor(trainer=one, num_ranks=2)
+    announce_trainer(supervisor, 1)
+    stop(trainer)
+    calls = SupervisorWatchdog(supervisor, 0, lambda: 0.0)
+    calls.start()
+    try:
+        until(lambda: trainer.poll() is not None)
+    finally:
+        calls.stop()
+        ray.kill(supervisor)
+    assert trainer.poll() == -signal.SIGKILL
+    forget(supervisor)
+    assert published_keys(stream_name(supervisor)) == []
 
 
 def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:

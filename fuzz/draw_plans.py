@@ -531,12 +531,20 @@ def check_places(made: Composition, found: Found) -> None:
             places[at.split, index].append(SamplePlace(at, row))
     for split, size in ("train", len(made.labels)), ("val", len(made.val_keep)):
         samples = range(-1, size + 1)
-        found_in_run = list(plan.places_of(samples, split))
+        epochs = [
+            epoch
+            for epoch in range(plan.config.epochs)
+            if split == "train" or plan.has_val(epoch)
+        ]
+        found_in_run = list(plan.places_of(samples, split, epochs))
         for index in samples:
             of_index = [place for number, place in found_in_run if number == index]
             assert of_index == ([] if index in (-1, size) else places[split, index])
-        of_epoch = [each for each in found_in_run if each[1].micro_batch.epoch == 1]
-        assert list(plan.places_of(samples, split, [1])) == of_epoch
+        for epoch in epochs[:2]:
+            of_epoch = [
+                each for each in found_in_run if each[1].micro_batch.epoch == epoch
+            ]
+            assert list(plan.places_of(samples, split, [epoch])) == of_epoch
 
 
 def check(made: Composition) -> None:

@@ -45,9 +45,9 @@ def test_each_batch_has_the_strength_of_the_training_before_it(
     given = list[float]()
     of_batch = augment.of_batch
 
-    def noting(batch: Any, strength: float) -> Any:
+    def noting(batch: Any, strength: float, *more: Any) -> Any:
         given.append(strength)
-        return of_batch(batch, strength)
+        return of_batch(batch, strength, *more)
 
     monkeypatch.setattr(augment, "of_batch", noting)
     before = loader.cursor

@@ -149,12 +149,14 @@ class PooledStream(Iterator[MicroBatch]):
         num_beyond = self.head.num_beyond if self.head else 0
         from_pool = chain(self._first, self._from_pool)
         self._first = []
-        for number, batch in enumerate(islice(from_pool, num_beyond, None)):
+        is_first = True
+        for batch in islice(from_pool, num_beyond, None):
             yield batch
             # its block's memory is to be free before the next one arrives
             del batch
-            if number == 0:
+            if is_first:
                 free_unused()  # a loop holds a batch until it has the next one
+                is_first = False
 
     def awaited(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""

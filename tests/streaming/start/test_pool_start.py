@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,3 +246,24 @@ def test_a_stream_is_closed_while_another_thread_waits_for_it(
     closing.join()
     reader.join()
     assert len(left) <= 1 and list(batches) == []
+
+
+def test_a_batch_is_let_go_before_the_pools_next_one_is_asked_for(
+    stores: dict[str, Path],
+) -> None:
+    kept = list[Any]()
+
+    def made() -> Iterator[Any]:
+        for _ in range(3):
+            assert [held for held in kept if held() is not None] == []
+            batch = np.zeros(1)
+            kept.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    batches = PooledStream(stream(stores, 1), lambda _: [], 0)
+    batches._from_pool = made()
+    batches._is_ready.set()
+    while (batch := next(batches, None)) is not None:
+        del batch
+    assert len(kept) == 3

@@ -27,11 +27,7 @@ from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import Packer, difference
-from raypipe.transform.process_state import (
-    next_draws,
-    seed_cheaply,
-    seed_for_item,
-)
+from raypipe.transform.process_state import SeedsOfItems, seed_for_item
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, unpickled
@@ -195,8 +191,7 @@ class ItemMaker:
         self._collate = items.collate or self._packer.collate
         self._is_settled = False
         self._is_collate_checked = items.collate is None
-        # whether an item has drawn from the generators that are costly to seed
-        self._seeds_all = False
+        self._seeds = SeedsOfItems()
 
     @functools.cached_property
     def _reached(self) -> ReachedGenerators:
@@ -226,36 +221,21 @@ class ItemMaker:
             return is_made
         rows = np.flatnonzero(is_wanted)
         wanted = [index_in(samples.images[row]) for row in rows.tolist()]
-        items = self._made(wanted, [(k0, k1) for k0, k1 in keys[rows].tolist()])
+        wanted_keys = [(k0, k1) for k0, k1 in keys[rows].tolist()]
+        items = self._seeds.made(lambda: self._made(wanted, wanted_keys))
         made = rows[: len(items)]
         is_made[made] = True
         out.put_items(ITEM, first + made, indices[made], items)
         return is_made
 
     def _made(self, indices: Sequence[int], keys: Sequence[Key]) -> list[Any]:
-        """Make items up to one that fails; again, if they turn out to draw from what is costly to seed."""
-        if not self._seeds_all:
-            seed_for_item(0, 0)
-            expected = next_draws()
-            seed_for_item(0, 0)
-            items = self._until_one_fails(indices, keys)
-            self._seeds_all = next_draws() != expected
-        if self._seeds_all:
-            items = self._until_one_fails(indices, keys)
-        return items
-
-    def _until_one_fails(
-        self, indices: Sequence[int], keys: Sequence[Key]
-    ) -> list[Any]:
+        """Make items up to one that fails."""
         items = list[Any]()
         dataset = self._items.dataset
         with contextlib.suppress(Exception), self._reached.kept():
             rewound = self._reached.rewound(keys)
             for index, key in zip(indices, rewound, strict=True):
-                if self._seeds_all:
-                    seed_for_item(*key)
-                else:
-                    seed_cheaply(key[0])
+                self._seeds.seed(*key)
                 items.append(dataset[index])
         return items
 

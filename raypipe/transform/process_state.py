@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.kernel import cv2
 
 _MAX_SEED = 0x7FFFFFFF  # OpenCV's seeds are C ints
-_SEEDS: Any = (0, _MAX_SEED)
+_RANGE: Any = (0, _MAX_SEED)
 _SEED_OF_TORCH = 67280421310721  # with which its generator is imported
 _T = TypeVar("_T")
 
@@ -31,23 +31,68 @@ _num_threads = 1
 
 def seed_process(k0: int, k1: int) -> None:
     """Seed the generators of OpenCV, Python, NumPy and torch by two integers in [0, 2^64); takes 20 to 55 µs."""
+    seed_for_item(k0, k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    _seed_others(k0, k1)
 
 
 def seed_for_item(k0: int, k1: int) -> None:
     """As `seed_process`, with 32 of the bits for NumPy, since small items take no longer than these seeds."""
+    for seed in _SEEDS.values():
+        seed(k0, k1)
+
+
+def seed_opencv(k0: int, k1: int = 0) -> None:
+    """Seed the generator of OpenCV by an integer in [0, 2^64)."""
+    if cv2 is not None:
+        cv2.setRNGSeed(k0 & _MAX_SEED)
+
+
+def _seed_python(k0: int, k1: int) -> None:
+    random.seed(k0 << 64 | k1)
+
+
+def _seed_numpy(k0: int, k1: int) -> None:
     np.random.seed(k1 & 0xFFFFFFFF)
-    _seed_others(k0, k1)
 
 
-def seed_cheaply(k0: int) -> None:
-    """Seed the generators of OpenCV and torch; takes 2 µs."""
-    seed_opencv(k0)
+def _seed_torch(k0: int, k1: int) -> None:
     of_torch = torchs_generator()
     if of_torch is not None:
         # not torch.manual_seed, which goes to the GPUs as well
         of_torch.manual_seed(k0)
+
+
+_SEEDS = {
+    "opencv": seed_opencv,
+    "python": _seed_python,
+    "numpy": _seed_numpy,
+    "torch": _seed_torch,
+}
+
+
+class SeedsOfItems:
+    """Seeds of the process's generators for items: of those that items draw from, which is seen afterwards."""
+
+    def __init__(self) -> None:
+        self._drawn = set[str]()
+
+    def seed(self, k0: int, k1: int) -> None:
+        """Seed them for an item."""
+        for name in self._drawn:
+            _SEEDS[name](k0, k1)
+
+    def made(self, make: Callable[[], _T]) -> _T:
+        """Return what a function makes that calls `seed` for each item; again, if items draw from further ones."""
+        while True:
+            seed_for_item(0, 0)
+            expected = next_draws()
+            seed_for_item(0, 0)
+            made = make()
+            draws = next_draws()
+            names = {name for name in draws if draws[name] != expected.get(name)}
+            if names <= self._drawn:
+                return made
+            self._drawn |= names
 
 
 def torchs_generator() -> Any:
@@ -64,23 +109,23 @@ def drawn(make: Callable[[], _T]) -> _T:
     return make()
 
 
-def next_draws() -> tuple[float, float]:
-    """Draw from Python's and NumPy's generators, which take longest to seed.
+def next_draws() -> dict[str, float]:
+    """Draw from each generator, by name.
 
     Other numbers after the same seed show that somebody has drawn in between.
     """
-    return random.random(), np.random.random_sample()
-
-
-def _seed_others(k0: int, k1: int) -> None:
-    random.seed(k0 << 64 | k1)
-    seed_cheaply(k0)
-
-
-def seed_opencv(seed: int) -> None:
-    """Seed the generator of OpenCV by an integer in [0, 2^64)."""
+    draws = {"python": random.random(), "numpy": np.random.random_sample()}
     if cv2 is not None:
-        cv2.setRNGSeed(seed & _MAX_SEED)
+        draws["opencv"] = _drawn_of_opencv()
+    of_torch = torchs_generator()
+    if of_torch is not None:
+        torch = sys.modules["torch"]
+        draws["torch"] = torch.rand((), dtype=torch.float64, generator=of_torch).item()
+    return draws
+
+
+def _drawn_of_opencv() -> int:
+    return int(cv2.randu(np.zeros(1, np.int32), *_RANGE).item())
 
 
 @contextlib.contextmanager
@@ -108,7 +153,7 @@ def _opencv_kept() -> Iterator[None]:
             _num_threads = cv2.getNumThreads()
             cv2.setNumThreads(1)
         _num_within += 1
-    seed = int(cv2.randu(np.zeros(1, np.int32), *_SEEDS).item())
+    seed = _drawn_of_opencv()
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import noisy_dataset
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from raypipe.streaming.sample_makers import SampleMakers
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3)
 INLINE = PoolConfig(engine="inline")
+UNIT: Any = (0.0, 1.0)
 
 
 class Told(Dataset[Any]):
@@ -122,6 +124,10 @@ class DrawsSometimes(Told):
         value = super().__getitem__(index)
         if index == 13:
             return value + random.random()
+        if index == 14:
+            return value + torch.rand(())
+        if index == 15:
+            return value + float(cv2.randu(np.zeros(1), *UNIT).item())
         return value + np.random.normal() if index % 17 == 8 else value
 
 
@@ -140,7 +146,7 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
                 alone = slow_one(maker, sample, key)["item"]
                 assert alone.equal(batch.collated[row]), index
                 drawn |= {float(alone[0])} if alone[0] % 1 else set()
-    assert len(drawn) == 3 * 3
+    assert len(drawn) == 5 * 3
 
 
 _GENERATOR = np.random.default_rng()

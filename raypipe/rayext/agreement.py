@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed
+from ray import cloudpickle
 
 _Decided = TypeVar("_Decided")
 
@@ -87,7 +88,9 @@ def from_rank_zero(value: _Decided | None) -> _Decided:
     if in_train_function():
         from ray.train.collective import broadcast_from_rank_zero
 
-        return broadcast_from_rank_zero(value)
+        # as bytes: the actor that hands it on would import the modules of its class, which takes up to 2 s
+        pickled = broadcast_from_rank_zero(cloudpickle.dumps(value))
+        return cloudpickle.loads(pickled)
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
     (of_first,) = values

@@ -23,9 +23,10 @@ from raypipe.rayext.processes import Process, kill_stopped
 from raypipe.rayext.ray_thread import RayThread
 
 _PERIOD_S = 0.5
-# Processes are checked after an execution or a rank has been still for so long; the interval then doubles, up to
-# the limit below.
+# Processes are checked after an execution or a rank has been still for so long, and again after a quarter of the time
+# that it has been still for, within the limit below: a start is a long stall, and so is what stops right after it.
 _STILL_S = 2.0
+_AGAIN = 0.25
 _MOST_S = 30.0
 
 # The period in which a rank asks the Supervisor.
@@ -130,7 +131,7 @@ class StreamWatchdog:
             return False
         if still_s < self._look_after.get(key, _STILL_S):
             return False
-        self._look_after[key] = still_s + min(still_s, _MOST_S)
+        self._look_after[key] = still_s + min(_AGAIN * still_s, _MOST_S)
         return True
 
     def _on(self, node: str) -> dict[str, Process]:

@@ -22,6 +22,7 @@ from raypipe.background import in_background
 from raypipe.config import MAX_INT
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.places import MicroBatchId
+from raypipe.rayext.agreement import from_rank_zero
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import LOCAL_SIZE, keep_sigterm
 from raypipe.rayext.cluster_state import is_local
@@ -328,13 +329,11 @@ class RayStreams:
         The first start may take any time; another one waits for ranks that do not ask for the same no longer than
         pool.stall_timeout_s.
         """
-        from ray.train.collective import broadcast_from_rank_zero
-
-        quiet_broadcasts()  # it warns of more than 1,000 bytes
+        quiet_broadcasts()  # Ray Train warns of more than 1,000 bytes
         if not self._has_started:
-            return broadcast_from_rank_zero(opening)
+            return from_rank_zero(opening)
         timeout_s = self._spec.pool.stall_timeout_s
-        broadcast = functools.partial(broadcast_from_rank_zero, opening)
+        broadcast = functools.partial(from_rank_zero, opening)
         waiting = in_background("raypipe-handover", broadcast)
         try:
             return waiting.result(timeout_s)

@@ -585,6 +585,9 @@ def main() -> bool:
     possible = [kind for kind in KINDS if kind not in BY_ITSELF or not args.trainers]
     if args.local:
         possible = [kind for kind in possible if kind not in OF_NODES]
+    if args.trainers == 1:
+        # its execution runs in its own process
+        possible = [kind for kind in possible if "coordinator" not in kind]
     chosen = args.kinds.split(",") if args.kinds else possible
     unknown = set(chosen) - set(possible)
     if unknown:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.agreement import Agreement, from_rank_zero, in_train_function
 
 
@@ -68,6 +69,23 @@ def test_two_ranks_agree_once_a_second_at_once_and_when_urgent(
         assert step("urgent", at_once=True) == ["urgent", "urgent"]
         assert sent[-1] == ("urgent", 1)
         assert step("again") == ["again", "again"]
+
+
+def test_ray_trains_actor_needs_no_module_of_what_it_hands_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+
+    def broadcast(message: Any) -> Any:
+        sent.append(message)
+        return sent[0]
+
+    name = "raypipe.rayext.agreement.in_train_function"
+    monkeypatch.setattr(name, lambda: True)
+    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
+    place = MicroBatchId("train", 1, 2, 3)
+    assert [from_rank_zero(place), from_rank_zero(None)] == [place, place]
+    assert set(map(type, sent)) == {bytes}
 
 
 def test_processes_of_torchrun_agree_by_torch_distributed(

@@ -176,10 +176,24 @@ class Looks(StreamWatchdog):
 def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
     watch = Looks(lambda *note: None)
     watch._still["an execution"] = 0.0
-    for second in range(11):  # looks at 2, 4 and 8 s, as long as the rank calls
+    for second in range(11):  # looks at 2, 3, 4, 5, 7 and 9 s, as long as the rank calls
         watch._still["rank 0"] = float(second)
         watch.turn(float(second))
-    assert watch.num == 3
-    watch.turn(12.0)
+    assert watch.num == 6
+    watch.turn(12.0)  # for both
     watch.turn(13.0)
-    assert watch.num == 4
+    assert watch.num == 8
+
+
+def test_what_stops_right_after_a_long_start_is_found_soon() -> None:
+    watch = Looks(lambda *note: None)
+    watch._still["an execution"] = 0.0
+    looked_at = 0.0
+    for tick in range(200):
+        now = tick / 2
+        before = watch.num
+        watch.turn(now)
+        if watch.num > before:
+            assert now - looked_at <= max(2.0, looked_at / 4 + 0.5)
+            looked_at = now
+    assert looked_at > 80

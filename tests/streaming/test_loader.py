@@ -477,7 +477,7 @@ def test_ranks_of_other_plans_or_places_are_refused(
             assert place
             return _Opening(plan, place, None, head_start=9)
 
-        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
+        monkeypatch.setattr("raypipe.streaming.ray_stream.from_rank_zero", broadcast)
         limit_s = PATIENCE_S if place else 0.2
         quick = dataclasses.replace(spec, pool=PoolConfig(stall_timeout_s=limit_s))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)

@@ -87,8 +87,8 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(PooledStream, "connect", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(pipeline, "splits", splits)
-    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
     for name, value in {
+        "from_rank_zero": broadcast,
         "remember_group": lambda: None,
         "start_supervisor": lambda *_, **__: Handle(),
         "ask_for_room": lambda pool, check: lambda: None,

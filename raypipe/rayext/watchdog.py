@@ -1,10 +1,10 @@
 """Watch over a stream's processes: a stopped process is killed, so that it is replaced like one that died.
 
 To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The time limit of a transform cannot
-help, since its watchdog is stopped with the process. So while no rank takes a block, or a rank no longer calls,
-the states of the stream's processes are read, on the Supervisor's node by itself and on others by a task, and
-those that are found stopped twice are killed. A process that is only slow, or holds the interpreter, is running,
-and is not killed. While the stream moves, no process is checked.
+help, since its watchdog is stopped with the process. So while ranks wait and none takes a block, or a rank no
+longer calls, the states of the stream's processes are read, on the Supervisor's node by itself and on others by a
+task, and those that are found stopped twice are killed. A process that is only slow, or holds the interpreter, is
+running, and is not killed. While the stream moves, or all ranks compute, no process is checked.
 
 A stream's Supervisor runs this watch. Each rank watches the Supervisor in turn: it asks for a sign of life, and
 kills one that is stopped. Ray restarts it at once, and it remembers its processes, see `kv_store`.
@@ -23,11 +23,12 @@ from raypipe.rayext.processes import Process, kill_stopped
 from raypipe.rayext.ray_thread import RayThread
 
 _PERIOD_S = 0.5
-# Processes are checked after an execution or a rank has been still for so long, and again after a quarter of the time
-# that it has been still for, within the limit below: a start is a long stall, and so is what stops right after it.
-_STILL_S = 2.0
+# Processes are checked after an execution or a rank has been still for so long, which ranks that call each second
+# do not reach, and again after a quarter of that time, within the limit below, since a start is a long stall, too.
+_STILL_S = 1.5
 _AGAIN = 0.25
 _MOST_S = 30.0
+_RANK = "rank "  # begins the keys of ranks
 
 # The period in which a rank asks the Supervisor.
 _SUPERVISOR_PERIOD_S = 1.0
@@ -42,6 +43,7 @@ class StreamWatchdog:
         note: called for each killed process, with text and kind of fault.
         work_of: key of a process → description of its work; "" = unknown.
         newcomers: returns the trainers that have joined since its last call, by rank.
+        is_awaited: whether a rank waits for a batch, as far as it is known.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class StreamWatchdog:
         note: Callable[[str, str], None],
         work_of: Callable[[str], str] = lambda key: "",
         newcomers: Callable[[], dict[int, Process]] = dict,
+        is_awaited: Callable[[], bool] = lambda: True,
     ) -> None:
         self._note = note
         self._work_of = work_of
         self._newcomers = newcomers
+        self._is_awaited = is_awaited
         self._processes: dict[
             str, Process
         ] = {}  # actor, task, rank or execution → its process
@@ -93,7 +97,7 @@ class StreamWatchdog:
 
     def rank_called(self, rank: int) -> None:
         """Record a call of a rank, which comes each second; missing calls count as a stall."""
-        self._still[f"rank {rank}"] = time.monotonic()
+        self._still[f"{_RANK}{rank}"] = time.monotonic()
 
     def execution_progress(
         self, execution: str, still_s: float, process: Process | None = None
@@ -101,25 +105,27 @@ class StreamWatchdog:
         """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
 
         Args:
+            still_s: see above; negative = its first block is not due yet.
             process: process of the execution, if it is one of Ray's.
 
         Returns:
             Whether the execution or its process is new.
         """
         is_new = execution not in self._still
-        self._still[execution] = time.monotonic() - still_s
+        self._still[execution] = time.monotonic() - max(0.0, still_s)
         return (process is not None and self.add(execution, process)) or is_new
 
     def turn(self, now: float) -> None:
         """Check the processes, if it is time; report the results of earlier checks."""
         for rank, process in self._newcomers().items():
             self.add(process.role, process)
-            self._still.setdefault(f"rank {rank}", now)
-        due = [
-            key
-            for key, since in list(self._still.items())
-            if self._is_time(key, now - since)
-        ]
+            self._still.setdefault(f"{_RANK}{rank}", now)
+        is_awaited = self._is_awaited()
+        due = []
+        for key, since in list(self._still.items()):
+            counts = is_awaited or key.startswith(_RANK)
+            if self._is_time(key, now - since if counts else 0.0):
+                due.append(key)
         if due:
             self._look()
         self._answer()
@@ -142,20 +148,23 @@ class StreamWatchdog:
         }
 
     def _look(self) -> None:
-        watched = {process.node for process in list(self._processes.values())}
+        """Look at the processes of this node, and unless one was stopped, at those of others: a task may start a
+        process there, which takes as long as what the stream waits for."""
         here = ray.get_runtime_context().get_node_id()
-        for node in watched - self._looks.keys():
-            processes = [
-                (process.pid, process.started) for process in self._on(node).values()
-            ]
-            if node == here:  # a task would start a process
-                self._ended(node, kill_stopped(processes))
-                continue
+        ended = kill_stopped(self._ids_on(here))
+        self._ended(here, ended)
+        if ended:
+            return
+        watched = {process.node for process in list(self._processes.values())}
+        for node in watched - self._looks.keys() - {here}:
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(kill_stopped).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=on_node
             )
-            self._looks[node] = task.remote(processes)
+            self._looks[node] = task.remote(self._ids_on(node))
+
+    def _ids_on(self, node: str) -> list[tuple[int, str]]:
+        return [(process.pid, process.started) for process in self._on(node).values()]
 
     def _answer(self) -> None:
         for node, look in list(self._looks.items()):

@@ -151,7 +151,9 @@ class Supervisor:
         self._num_looks = 0
         # rank → since when it has waited for a batch
         self._waits: dict[int, float] = {}
-        self._watch = StreamWatchdog(self.note, self._work_of, self._newcomers)
+        self._watch = StreamWatchdog(
+            self.note, self._work_of, self._newcomers, self._is_awaited
+        )
         self._unknown = set(range(1, num_ranks)) if trainer else set[int]()
         if trainer:
             self._watch.add(trainer.role, trainer)
@@ -285,6 +287,11 @@ class Supervisor:
         self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
+
+    def _is_awaited(self) -> bool:
+        """Return whether a rank waits for a batch, or none has called yet."""
+        waits = list(self._waits.values())
+        return not waits or min(waits) < math.inf
 
     def execution_progress(
         self,

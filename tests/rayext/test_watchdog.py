@@ -176,13 +176,22 @@ class Looks(StreamWatchdog):
 def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
     watch = Looks(lambda *note: None)
     watch._still["an execution"] = 0.0
-    for second in range(11):  # looks at 2, 3, 4, 5, 7 and 9 s, as long as the rank calls
+    for second in range(
+        11
+    ):  # looks at 2, 3, 4, 5, 7 and 9 s, as long as the rank calls
         watch._still["rank 0"] = float(second)
         watch.turn(float(second))
     assert watch.num == 6
     watch.turn(12.0)  # for both
     watch.turn(13.0)
     assert watch.num == 8
+
+
+def test_an_execution_that_stops_before_its_first_block_is_due_is_found_soon() -> None:
+    watch = Looks(lambda *note: None)
+    watch.execution_progress("an execution", -14.0)
+    watch.turn(time.monotonic() + 2.0)
+    assert watch.num == 1
 
 
 def test_what_stops_right_after_a_long_start_is_found_soon() -> None:
@@ -197,3 +206,17 @@ def test_what_stops_right_after_a_long_start_is_found_soon() -> None:
             assert now - looked_at <= max(2.0, looked_at / 4 + 0.5)
             looked_at = now
     assert looked_at > 80
+
+
+def test_an_execution_whose_ranks_all_compute_is_not_looked_at() -> None:
+    waiting: list[int] = []
+    watch = Looks(lambda *note: None, is_awaited=lambda: bool(waiting))
+    watch._still = {"an execution": 0.0, "rank 0": 59.0}
+    watch.turn(60.0)
+    assert watch.num == 0
+    waiting.append(0)
+    watch.turn(60.0)
+    assert watch.num == 1
+    waiting.clear()
+    watch.turn(90.0)  # the rank is silent
+    assert watch.num == 2

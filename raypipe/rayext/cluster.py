@@ -218,8 +218,11 @@ def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
     remember_own_node()
 
 
-def prepare_workers(log_format: LogFormat) -> None:
-    """Begin to import the modules of a run's workers in another process, if `connect` will start a local cluster.
+def prepare_workers(
+    log_format: LogFormat, modules: tuple[str, ...] = fork_server.TRAIN_MODULES
+) -> None:
+    """Begin to import modules of workers, by default a run's, in another process, if `connect` will start a local
+    cluster.
 
     Call it before the seconds that this process takes until then.
     """
@@ -227,7 +230,7 @@ def prepare_workers(log_format: LogFormat) -> None:
     joins = "RAY_ADDRESS" in os.environ or (path is not None and path.exists())
     if _forks_workers() and not joins and not ray.is_initialized():
         environment = _local_environment(log_format)
-        fork_server.start(fork_server.TRAIN_MODULES, environment | os.environ)
+        fork_server.start(modules, environment | os.environ)
 
 
 def _forks_workers() -> bool:

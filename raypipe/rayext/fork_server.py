@@ -55,6 +55,9 @@ BASE_MODULES = (
 )
 """Modules of the workers of any stream."""
 
+ITEM_MODULES = (*BASE_MODULES, "torch")
+"""Modules of the workers of a Dataset's stream: torch is 2 CPU seconds and 270 MiB in each actor otherwise."""
+
 TRAIN_MODULES = (
     *BASE_MODULES,
     "ray.train.v2._internal.execution.controller.controller",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +53,37 @@ def test_without_a_server_a_worker_is_not_forked() -> None:
     assert fork_server.take_address() == ""
     assert not is_forked("")
     assert not is_forked("/a/missing/socket")
+
+
+PROGRAM = """
+import os
+from pathlib import Path
+
+import raypipe
+
+
+class Parent:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return int("libtorch" in Path(f"/proc/{os.getppid()}/maps").read_text())
+
+
+if __name__ == "__main__":
+    loader = raypipe.DataLoader(Parent(), 4, num_workers=1, worker_init_fn=print)
+    print(next(iter(loader)).tolist())
+"""
+
+
+@pytest.mark.system
+def test_actors_of_a_dataset_have_torch_from_the_process_that_they_are_forks_of(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    # Without a shell in between, this process is the parent of the program, and not of its actors.
+    ended = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=300
+    )
+    assert ended.stdout.split("\n")[-2:] == ["[1, 1, 1, 1]", ""], ended.stderr

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
+from raypipe.rayext import fork_server
+from raypipe.rayext.cluster import (
+    ANSWER_S,
+    connect,
+    connect_by_thread,
+    prepare_workers,
+)
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.watchdog import SupervisorWatchdog
+from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.lifetime import close_from_any_thread
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.row import host_batches
@@ -95,6 +102,8 @@ class PooledStream(Iterator[MicroBatch]):
     def connect(self, has_siblings: bool) -> None:
         """Connect this process to Ray, see `raypipe.rayext.cluster.connect`."""
         wait = Wait(ANSWER_S, self.check)
+        if isinstance(self._spec.transforms["train"], DatasetItems):
+            prepare_workers("text", fork_server.ITEM_MODULES)
         if self._thread:
             connect_by_thread(wait, has_siblings)
         else:

@@ -253,7 +253,7 @@ def _alone(
     """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
     # Ray sets it for torch in an actor of one CPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from raypipe.kernel import use_one_thread
+    from raypipe.transform.process_state import use_one_thread
     from raypipe.transform.sample_maker import SampleMaker
     from raypipe.transform.samples import of_images
 

@@ -29,7 +29,7 @@ from raypipe.kernel.extension import (
     why_no_kernel,
 )
 from raypipe.kernel.geometry_steps import GEOMETRY_STEPS, Pad
-from raypipe.kernel.opencv import cv2, use_one_thread
+from raypipe.kernel.opencv import cv2
 from raypipe.kernel.ops import (
     CUBIC,
     LINEAR,
@@ -78,6 +78,5 @@ __all__ = [
     "sizes",
     "sizes_behind",
     "to_seekable",
-    "use_one_thread",
     "why_no_kernel",
 ]

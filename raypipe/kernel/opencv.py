@@ -15,9 +15,3 @@ def _imported() -> Any:
 
 cv2 = _imported()
 """The module; None = there is none."""
-
-
-def use_one_thread() -> None:
-    """Run OpenCV in one thread: its own, one per core, know nothing of OMP_NUM_THREADS, which Ray sets."""
-    if cv2 is not None:
-        cv2.setNumThreads(1)

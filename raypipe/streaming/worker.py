@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ import pyarrow as pa
 import ray
 
 from raypipe.errors import ResourceError
-from raypipe.kernel import use_one_thread
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import begin_recording, traced
@@ -46,6 +46,7 @@ from raypipe.streaming.row import block_row, of_source_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import stream_name
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.process_state import use_one_thread
 from raypipe.transform.user_code import failed
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
@@ -69,7 +70,8 @@ class TransformWorker:
 
     def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
         yield_cpus()
-        use_one_thread()
+        # what imports torch later has one thread, too, whatever cpus_per_actor is
+        os.environ["OMP_NUM_THREADS"] = "1"
         configure_logs(spec.log_format, run=spec.run)
         # First of all: the Supervisor looks after the processes that it knows.
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
@@ -105,6 +107,7 @@ class TransformWorker:
 
     def _made(self, block: Block, given: Columns | None) -> dict[str, np.ndarray]:
         queued_before_s = _queued_s()
+        use_one_thread()
         with self._guard.block(block) as orders:
             self._orders = orders
             if orders.careful and given is not None:

@@ -1,8 +1,9 @@
-"""State that the threads of a process share: random generators, and the number of OpenCV's threads.
+"""State that a process's threads share: random generators, torch's default dtype, threads of torch and OpenCV.
 
-seed_process   before user code that draws from the generators: its draws depend only on the key
-drawn          around both: code that is the first to import torch, which no seed has reached, is called again
-process_kept   around work in a process that is also the user's: the state is put back
+seed_process     before user code that draws from the generators: its draws depend only on the key
+drawn            around both: code that is the first to import torch, which no seed has reached, is called again
+process_kept     around work in a process that is also the user's: the state is put back
+use_one_thread   in a process of its own: sums of torch depend on its number of threads
 """
 
 from __future__ import annotations
@@ -128,6 +129,14 @@ def _drawn_of_opencv() -> int:
     return int(cv2.randu(np.zeros(1, np.int32), *_RANGE).item())
 
 
+def use_one_thread() -> None:
+    """Run OpenCV, and torch from this thread, in one thread: their own number is one per core."""
+    if cv2 is not None:
+        cv2.setNumThreads(1)
+    if torchs_generator() is not None:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @contextlib.contextmanager
 def process_kept(generators: bool = True) -> Iterator[None]:
     """Run OpenCV in one thread, as an actor does; then put back its threads, and the generators' states.
@@ -135,7 +144,8 @@ def process_kept(generators: bool = True) -> Iterator[None]:
     OpenCV does not expose the state of its generator, one per thread: it is left at a seed drawn from itself.
 
     Args:
-        generators: the work draws from those of Python, NumPy and torch. Putting them back takes 0.1 ms.
+        generators: the work draws from those of Python, NumPy and torch. To put them back takes 0.1 ms. torch then has
+            one thread, too, and the default dtype of a new process, which decides what it draws.
     """
     nothing = contextlib.nullcontext()
     with (
@@ -172,7 +182,8 @@ def _generators_kept() -> Iterator[None]:
         of_numpy = np.random.get_state(legacy=False)
         state = None if of_torch is None else of_torch.get_state()
         try:
-            yield
+            with _torch_in_one_thread(), default_dtype("float32"):
+                yield
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
@@ -180,3 +191,33 @@ def _generators_kept() -> Iterator[None]:
                 of_torch.set_state(state)
             elif (imported := torchs_generator()) is not None:
                 imported.manual_seed(_SEED_OF_TORCH)
+
+
+@contextlib.contextmanager
+def _torch_in_one_thread() -> Iterator[None]:
+    if torchs_generator() is None:
+        yield
+        return
+    torch = sys.modules["torch"]
+    # of this thread; the number of threads that begin meanwhile would be 1
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def default_dtype(name: str) -> Iterator[None]:
+    """Run code under a default dtype of torch's, if torch is imported."""
+    if torchs_generator() is None:
+        yield
+        return
+    torch = sys.modules["torch"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.system
-def test_actors_of_a_dataset_have_torch_from_the_process_that_they_are_forks_of(
+def test_actors_of_a_dataset_are_forks_of_a_process_that_has_torch(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "program.py"

@@ -187,7 +187,7 @@ def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
     assert watch.num == 8
 
 
-def test_an_execution_that_stops_before_its_first_block_is_due_is_found_soon() -> None:
+def test_an_execution_that_stops_before_its_first_block_is_found_soon() -> None:
     watch = Looks(lambda *note: None)
     watch.execution_progress("an execution", -14.0)
     watch.turn(time.monotonic() + 2.0)

@@ -168,6 +168,33 @@ def as_script() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+class OfTorch(Told):
+    """What it makes depends on torch's number of threads, and on its default dtype."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(3, 512, 512).sum(), torch.tensor(0.5), torch.get_num_threads()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("as_script", "ray_cluster")
+def test_torchs_threads_do_not_reach_items_and_its_default_dtype_does() -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        spec = stream(OfTorch(), pool=PoolConfig(max_actors=2))
+        assert_same_stream(spec, Way(actors=2), Way(head_start=3))
+        for batch in batches(stream(OfTorch())):
+            sums, half, threads = batch.collated
+            assert sums.dtype == half.dtype == torch.float64
+            assert threads.tolist() == [1] * 4
+        assert torch.get_num_threads() == 2
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(num_threads)
+
+
 @pytest.mark.usefixtures("as_script")
 def test_a_class_of_a_script_keeps_its_methods_and_what_they_refer_to(
     monkeypatch: pytest.MonkeyPatch,

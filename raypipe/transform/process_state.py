@@ -144,8 +144,8 @@ def process_kept(generators: bool = True) -> Iterator[None]:
     OpenCV does not expose the state of its generator, one per thread: it is left at a seed drawn from itself.
 
     Args:
-        generators: the work draws from those of Python, NumPy and torch. To put them back takes 0.1 ms. torch then has
-            one thread, too, and the default dtype of a new process, which decides what it draws.
+        generators: the work draws from those of Python, NumPy and torch. To put them back takes 0.1 ms. torch has
+            one thread then, too, and the default dtype of a new process, which decides what it draws.
     """
     nothing = contextlib.nullcontext()
     with (

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from raypipe.config import AtLeast1
 from raypipe.errors import ConfigError
+from raypipe.library_settings import of_this_process
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan, Segment
@@ -86,13 +87,14 @@ def dataset(
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     pool = spec.pool
+    of_actor = replace(spec, library_settings=of_this_process())
     with ray.data.DataContext.current(context):
         places = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=0
         )
         return single_rows(places).map_batches(
             SampleWorker,
-            fn_constructor_args=(spec, supervisor, channels_first),
+            fn_constructor_args=(of_actor, supervisor, channels_first),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,

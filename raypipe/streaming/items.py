@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from ray import cloudpickle
 
 from raypipe.errors import ConfigError
-from raypipe.importing import import_name, loaded_module, raised_at
+from raypipe.importing import import_name, raised_at
 from raypipe.stores.base import Columns
 from raypipe.stores.indexed import index_in
 from raypipe.transform.columns import CLASS
@@ -27,11 +27,7 @@ from raypipe.transform.fields import LABEL, Field, Ragged, Rows
 from raypipe.transform.item_facts import LARGE_BYTES, Part, facts_of_dataset, part_of
 from raypipe.transform.keys import Key
 from raypipe.transform.nest import Packer, difference
-from raypipe.transform.process_state import (
-    SeedsOfItems,
-    default_dtype,
-    seed_for_item,
-)
+from raypipe.transform.process_state import SeedsOfItems, seed_for_item
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, copied, failing, unpickled
@@ -94,7 +90,6 @@ class DatasetItems:
     Attributes:
         name: name of the Dataset's class, for messages.
         collate: the collate function; None = torch's default.
-        default_dtype: name of torch's default dtype in the process that gave the Dataset: items are made under it.
     """
 
     def __init__(
@@ -105,9 +100,6 @@ class DatasetItems:
     ) -> None:
         self._datasets = _Datasets([dataset])
         self._number = 0
-        torch = loaded_module("torch")
-        dtype = "torch.float32" if torch is None else str(torch.get_default_dtype())
-        self.default_dtype = dtype.removeprefix("torch.")
         self.collate = collate
         self._prepare = prepare
         self.name = dataset if isinstance(dataset, str) else type(dataset).__qualname__
@@ -147,8 +139,6 @@ class DatasetItems:
                     name,
                     part.num_bytes / 1e9,
                 )
-        if self.default_dtype != "float32":
-            facts["torch.get_default_dtype()"] = part_of("dtype", self.default_dtype)
         if self.collate is not None:
             facts["collate_fn"] = part_of("collate_fn", self.collate)
         return facts
@@ -242,7 +232,7 @@ class ItemMaker:
         """Make items up to one that fails."""
         items = list[Any]()
         dataset = self._items.dataset
-        with contextlib.suppress(Exception), self._kept():
+        with contextlib.suppress(Exception), self._reached.kept():
             rewound = self._reached.rewound(keys)
             for index, key in zip(indices, rewound, strict=True):
                 self._seeds.seed(*key)
@@ -262,15 +252,9 @@ class ItemMaker:
         return {LABEL: 0, ITEM: item}
 
     def _item(self, index: int, key: Key) -> Any:
-        with self._kept():
+        with self._reached.kept():
             self._seed(key)
             return self._items.dataset[index]
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Context manager for calls of the user's code, under the default dtype that the user's process has."""
-        with self._reached.kept(), default_dtype(self._items.default_dtype):
-            yield
 
     def _seed(self, key: Key) -> None:
         """Seed the generators of the process, and those that the Dataset holds."""
@@ -309,7 +293,7 @@ class ItemMaker:
             raise ConfigError(self._why_not(items, index, error)) from error
 
     def _joined(self, items: list[Any], key: Key) -> Any:
-        with self._kept():
+        with self._reached.kept():
             self._seed(key)
             return self._collate(items)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from raypipe.config import PoolConfig
+from raypipe.library_settings import of_this_process
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
@@ -126,10 +127,11 @@ def block_dataset(
         rows = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
         )
+        of_actor = replace(spec, opened={}, library_settings=of_this_process())
         # By Ray Data's default, a dead actor is restarted, and its task is repeated, without limit.
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(replace(spec, opened={}), supervisor),
+            fn_constructor_args=(of_actor, supervisor),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,

@@ -53,6 +53,7 @@ class StreamSpec(
         opened: the arguments that it was opened with, see `raypipe.streaming.record.opened`.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
         share: (rank, W), the share of it that a pool makes: the micro-batches m of each step with m mod W = rank.
+        library_settings: those of the process that has started its pool, see `raypipe.library_settings`.
         resident: its images on the device, see `raypipe.streaming.resident`; None = they are made as they come.
     """
 
@@ -71,6 +72,9 @@ class StreamSpec(
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     traces: bool = field(default=False, repr=False)
     share: tuple[int, int] = field(default=(0, 1), repr=False)
+    library_settings: dict[str, Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     resident: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
+from raypipe import library_settings
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
@@ -72,6 +73,7 @@ class TransformWorker:
         yield_cpus()
         # what imports torch later has one thread, too, whatever cpus_per_actor is
         os.environ["OMP_NUM_THREADS"] = "1"
+        library_settings.apply(spec.library_settings)
         configure_logs(spec.log_format, run=spec.run)
         # First of all: the Supervisor looks after the processes that it knows.
         self._guard = Guard(supervisor, spec.transform.time_limit_s)

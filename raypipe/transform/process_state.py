@@ -1,4 +1,4 @@
-"""State that a process's threads share: random generators, torch's default dtype, threads of torch and OpenCV.
+"""State that the threads of a process share: random generators, and the threads of OpenCV and torch.
 
 seed_process     before user code that draws from the generators: its draws depend only on the key
 drawn            around both: code that is the first to import torch, which no seed has reached, is called again
@@ -145,7 +145,7 @@ def process_kept(generators: bool = True) -> Iterator[None]:
 
     Args:
         generators: the work draws from those of Python, NumPy and torch. To put them back takes 0.1 ms. torch has
-            one thread then, too, and the default dtype of a new process, which decides what it draws.
+            one thread then, too.
     """
     nothing = contextlib.nullcontext()
     with (
@@ -182,7 +182,7 @@ def _generators_kept() -> Iterator[None]:
         of_numpy = np.random.get_state(legacy=False)
         state = None if of_torch is None else of_torch.get_state()
         try:
-            with _torch_in_one_thread(), default_dtype("float32"):
+            with _torch_in_one_thread():
                 yield
         finally:
             random.setstate(of_python)
@@ -206,18 +206,3 @@ def _torch_in_one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-@contextlib.contextmanager
-def default_dtype(name: str) -> Iterator[None]:
-    """Run code under a default dtype of torch's, if torch is imported."""
-    if torchs_generator() is None:
-        yield
-        return
-    torch = sys.modules["torch"]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

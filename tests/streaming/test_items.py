@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import pickle
@@ -19,6 +20,7 @@ import pytest
 import torch
 from micro_batches import EncodedSample, slow_one
 from noisy_dataset import Noisy
+from PIL import Image, ImageFile
 from ray import cloudpickle
 from same_stream import Way, assert_same_stream
 from torch.utils.data import (
@@ -168,28 +170,37 @@ def as_script() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-class OfTorch(Told):
-    """What it makes depends on torch's number of threads, and on its default dtype."""
+class OfLibraries(Told):
+    """What it makes depends on settings of torch and Pillow, and on torch's number of threads."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.rand(3, 512, 512).sum(), torch.tensor(0.5), torch.get_num_threads()
+        picture = Image.open(io.BytesIO(_TRUNCATED))
+        sums = torch.rand(3, 512, 512).sum()
+        return sums, torch.tensor(0.5), torch.get_num_threads(), np.array(picture)
+
+
+_WHOLE = io.BytesIO()
+Image.new("L", (64, 64), 200).save(_WHOLE, "jpeg")
+_TRUNCATED = _WHOLE.getvalue()[:-20]
 
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("as_script", "ray_cluster")
-def test_torchs_threads_do_not_reach_items_and_its_default_dtype_does() -> None:
+def test_actors_have_the_libraries_settings_of_the_users_process_and_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
     try:
-        spec = stream(OfTorch(), pool=PoolConfig(max_actors=2))
+        spec = stream(OfLibraries(), pool=PoolConfig(max_actors=2))
         assert_same_stream(spec, Way(actors=2), Way(head_start=3))
-        for batch in batches(stream(OfTorch())):
-            sums, half, threads = batch.collated
+        for batch in batches(stream(OfLibraries())):
+            sums, half, threads, _ = batch.collated
             assert sums.dtype == half.dtype == torch.float64
             assert threads.tolist() == [1] * 4
         assert torch.get_num_threads() == 2
-        assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(num_threads)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypipe.library_settings import of_this_process
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.sample_makers import Maker
@@ -157,6 +158,7 @@ class Contents:
             repr(columns),
             spec.transform.max_bad_fraction > 0,
             {"machine": platform.machine(), "versions": versions()},
+            of_this_process(),
             "" if is_exact and is_public else processor(),
             "" if is_public else self._stream,
         ]

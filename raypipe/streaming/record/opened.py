@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from raypipe.library_settings import of_this_process
 from raypipe.packages import user_code, versions
 from raypipe.plan.places import Split
 from raypipe.section import Limits, Section
@@ -120,7 +121,11 @@ def stream_record(
         "quarantine": _absolute(spec.quarantine),
         "device": device.type,
         "code": user_code(),
-        "versions": {**versions(), "machine": platform.machine()},
+        "versions": {
+            **versions(),
+            **of_this_process(),
+            "machine": platform.machine(),
+        },
     }
 
 

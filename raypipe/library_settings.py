@@ -1,0 +1,93 @@
+"""Settings of libraries for a whole process that decide what code of the user's makes.
+
+A program sets them at its top, and no actor runs that. So actors get those of the rank that starts their pool.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.importing import loaded_module
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of a library.
+
+    Attributes:
+        module: the module that has it.
+        read, write: functions of the module, and of a plain value.
+        default: the value in a new process.
+    """
+
+    module: str
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    default: Any
+
+
+def _attribute(module: str, name: str, default: Any) -> _Setting:
+    return _Setting(
+        module,
+        lambda of: getattr(of, name),
+        lambda of, value: setattr(of, name, value),
+        default,
+    )
+
+
+def _read_by(module: str, read: str, write: str, default: Any) -> _Setting:
+    return _Setting(
+        module,
+        lambda of: getattr(of, read)(),
+        lambda of, value: getattr(of, write)(value),
+        default,
+    )
+
+
+_SETTINGS = {
+    "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": _attribute(
+        "PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False
+    ),
+    "PIL.Image.MAX_IMAGE_PIXELS": _attribute(
+        "PIL.Image", "MAX_IMAGE_PIXELS", (1 << 30) // 4 // 3
+    ),
+    "torchvision.set_image_backend": _read_by(
+        "torchvision", "get_image_backend", "set_image_backend", "PIL"
+    ),
+    "torch.set_default_dtype": _Setting(
+        "torch",
+        lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
+        "float32",
+    ),
+    "torch.set_float32_matmul_precision": _read_by(
+        "torch",
+        "get_float32_matmul_precision",
+        "set_float32_matmul_precision",
+        "highest",
+    ),
+    "torch.set_deterministic_debug_mode": _read_by(
+        "torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode", 0
+    ),
+}
+
+
+def of_this_process() -> dict[str, Any]:
+    """Return the settings of this process, by name."""
+    found = {}
+    for name, setting in _SETTINGS.items():
+        module = loaded_module(setting.module)
+        found[name] = setting.default if module is None else setting.read(module)
+    return found
+
+
+def apply(found: Mapping[str, Any]) -> None:
+    """Give this process the settings of another one."""
+    here = of_this_process()
+    for name, value in found.items():
+        if value != here[name]:
+            setting = _SETTINGS[name]
+            setting.write(importlib.import_module(setting.module), value)

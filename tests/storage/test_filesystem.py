@@ -204,10 +204,6 @@ def test_hdfs_without_java_is_one_error_that_names_the_remedy(
             "contains credentials or options, .* Write %3F for a . in a name",
         ),
         (
-            "gs://me@b/a",
-            r"gs://…@b/a contains credentials or options, .* set GOOGLE_APPLICATION_CREDENTIALS",
-        ),
-        (
             "az://c/a",
             r"set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or abfs://",
         ),

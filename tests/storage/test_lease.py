@@ -127,8 +127,8 @@ def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     )
 
 
-def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
-    """The path and the content of a claim that no process here can look behind."""
+def write_claim(run_uri: str) -> None:
+    """Write a claim of another machine, which no process here can look behind."""
     owner = {
         "who": "process 1 of u on far",
         "since": 1767225600.0,
@@ -136,17 +136,10 @@ def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
         "started": 1,
         "machine": "elsewhere",
     }
-    return open_filesystem(join_address(run_uri, "lease", "ab.json"))[1], json.dumps(
-        owner
-    ).encode()
-
-
-def write_claim(run_uri: str) -> None:
-    path, content = claim_of_another_machine(run_uri)
-    filesystem = open_filesystem(run_uri)[0]
-    filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-    with filesystem.open_output_stream(path) as file:
-        file.write(content)
+    filesystem, folder = open_filesystem(join_address(run_uri, "lease"))
+    filesystem.create_dir(folder, recursive=True)
+    with filesystem.open_output_stream(f"{folder}/ab.json") as file:
+        file.write(json.dumps(owner).encode())
 
 
 @pytest.mark.usefixtures("impatient")

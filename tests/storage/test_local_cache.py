@@ -16,8 +16,13 @@ from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage import byte_ranges, local_cache, retries
-from raypipe.storage.files import RemoteFile, digest_of_file, look_up
-from raypipe.storage.filesystem import open_filesystem
+from raypipe.storage.files import (
+    RemoteFile,
+    digest_of_file,
+    look_up,
+    read_whole,
+    write_bytes,
+)
 from raypipe.storage.local_cache import LocalCache, shared_cache
 from raypipe.storage.local_file import OpenFile, boot_id
 
@@ -38,21 +43,11 @@ def proxy(
 
 @pytest.fixture
 def put(bucket: str, proxy: FaultyProxy) -> Put:
-    def write(
-        name: str = "a", content: bytes | None = None, num_bytes: int = SIZE
-    ) -> RemoteFile:
-        filesystem, path = open_filesystem(f"{bucket}/{name}")
-        with filesystem.open_output_stream(path) as file:
-            file.write(content or secrets.token_bytes(num_bytes))
+    def write(name: str = "a", num_bytes: int = SIZE) -> RemoteFile:
+        write_bytes(f"{bucket}/{name}", secrets.token_bytes(num_bytes))
         return look_up(f"{bucket}/{name}")
 
     return write
-
-
-def remote_bytes(file: RemoteFile) -> bytes:
-    filesystem, path = open_filesystem(file.address)
-    with filesystem.open_input_file(path) as source:
-        return source.read()
 
 
 def content_of(cache: LocalCache, file: RemoteFile) -> bytes:
@@ -105,7 +100,7 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
     for thread in threads:
         thread.join()
     digests = {other.communicate()[0].strip() for other in others}
-    assert len(found) == 4 and set(found) == {remote_bytes(file)}
+    assert len(found) == 4 and set(found) == {read_whole(file.address)}
     assert digests == {digest_of_file(cache.path_of(file))}
     assert sent(proxy) == 2 * SIZE  # once by them, once by this test
 
@@ -133,7 +128,7 @@ def test_a_killed_download_goes_on_where_it_was(
         cache = LocalCache(tmp_path / "shards")
         content = content_of(cache, file)
         assert sent(proxy) == file.num_bytes - arrived
-        assert content == remote_bytes(file) and not partial.exists()
+        assert content == read_whole(file.address) and not partial.exists()
 
 
 def test_the_least_recently_opened_shards_make_room(
@@ -162,13 +157,13 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     one, other = put("a"), put("b")
     caches = [LocalCache(tmp_path / "shards", limit_bytes=SIZE) for _ in range(2)]
     held = caches[0].get(one, OpenFile)
-    assert content_of(caches[1], other) == remote_bytes(other)
+    assert content_of(caches[1], other) == read_whole(other.address)
     assert not caches[0].path_of(one).exists()
     caches[0].close_evicted()
     assert (
         os.pread(held.descriptor, SIZE, 0)
         == held.path.read_bytes()
-        == remote_bytes(one)
+        == read_whole(one.address)
     )
     descriptor = held.descriptor
     del held
@@ -181,7 +176,7 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
 
     # nobody uses that cache
     until(is_closed)
-    assert content_of(caches[0], one) == remote_bytes(one)
+    assert content_of(caches[0], one) == read_whole(one.address)
 
 
 def test_a_download_does_not_continue_across_a_reboot(
@@ -192,7 +187,7 @@ def test_a_download_does_not_continue_across_a_reboot(
     (tmp_path / "shards").mkdir()
     data = cache.path_of(file)
     data.with_name(f"{data.name}-another.partial").write_bytes(bytes(SIZE // 2))
-    assert content_of(cache, file) == remote_bytes(file)
+    assert content_of(cache, file) == read_whole(file.address)
     assert sent(proxy) == 2 * SIZE
 
 
@@ -209,7 +204,7 @@ def test_a_forked_child_has_a_view_of_its_own(
             0 if shared_cache() is not cache and content_of(shared_cache(), one) else 1
         )
     assert os.waitpid(child, 0)[1] == 0
-    assert os.pread(held.descriptor, SIZE, 0) == remote_bytes(one)
+    assert os.pread(held.descriptor, SIZE, 0) == read_whole(one.address)
 
 
 def test_a_shard_larger_than_the_cache_is_one_error(
@@ -228,9 +223,9 @@ def test_an_object_that_has_changed_is_refused_by_who_knew_the_old_one(
     old = put()
     cache = LocalCache(tmp_path / "shards")
     before = content_of(cache, old)
-    new = put(num_bytes=SIZE)  # of the same size, within the same second
+    new = put()  # of the same size, within the same second
     assert new.version != old.version
-    assert content_of(cache, new) == remote_bytes(new) != before
+    assert content_of(cache, new) == read_whole(new.address) != before
     assert content_of(cache, old) == before  # it is still here
     with pytest.raises(
         StoreError,

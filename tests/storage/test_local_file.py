@@ -113,14 +113,27 @@ def check_refused(outcome: str, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("suffix", ["tar", "parquet", "lmdb"])
-def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
-    path = tmp_path / f"train.{suffix}"
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [
+        ("store", "train.tar"),
+        ("store", "train.parquet"),
+        ("store", "train.lmdb"),
+        ("bad list", "a.json"),
+        ("digests", "a.json"),
+        ("settings", "run.yaml"),
+    ],
+)
+def test_a_file_that_is_named(
+    reader: str, name: str, kind: str, read: Read, tmp_path: Path
+) -> None:
+    path = tmp_path / name
     KINDS[kind][0](path)
-    if kind == "folder":
-        assert read("store", path).startswith(f"StoreError: {path} contains no store")
+    outcome = read(reader, path)
+    if reader == "store" and kind == "folder":
+        assert outcome.startswith(f"StoreError: {path} contains no store")
     else:
-        check_refused(read("store", path), f"train.{suffix}", kind)
+        check_refused(outcome, name, kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
@@ -139,22 +152,6 @@ def test_a_folder_that_is_called_as_an_image(read: Read, tmp_path: Path) -> None
     (tmp_path / "class" / "a.jpg").mkdir(parents=True)
     (tmp_path / "class" / "a.jpg" / "b.jpg").write_bytes(b"x")
     assert read("store", tmp_path) == "nothing is wrong"
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("reader", ["bad list", "digests"])
-def test_a_file_of_settings_or_results(
-    reader: str, kind: str, read: Read, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.json"
-    KINDS[kind][0](path)
-    check_refused(read(reader, path), "a.json", kind)
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "link to a FIFO"])
-def test_a_configuration(kind: str, read: Read, tmp_path: Path) -> None:
-    KINDS[kind][0](tmp_path / "run.yaml")
-    check_refused(read("settings", tmp_path / "run.yaml"), "run.yaml", kind)
 
 
 def test_an_endless_file_is_not_read(read: Read, tmp_path: Path) -> None:
@@ -189,17 +186,14 @@ def test_what_takes_a_files_place_after_the_first_look_is_refused(
         open_regular(tmp_path / "b")
 
 
-def test_a_folder_of_ones_own_in_the_cache(
+def test_a_folder_of_the_cache_is_ones_own_and_others_may_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    for _ in range(2):
-        assert stat.S_IMODE(make_cache_folder("new").stat().st_mode) == 0o700
-    (tmp_path / "link").symlink_to("new")
-    with pytest.raises(
-        PermissionError, match="link belongs to another user, or is a link"
-    ):
-        make_cache_folder("link")
+    assert stat.S_IMODE(make_cache_folder("new").stat().st_mode) == 0o700
+    for mode in (0o700, 0o750, 0o755):
+        (tmp_path / "new").chmod(mode)
+        assert make_cache_folder("new") == tmp_path / "new"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o777, 0o1777])
@@ -207,26 +201,12 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    for name in ("shards", "scans"):
-        make_cache_folder(name).chmod(mode)
-        with pytest.raises(
-            PermissionError,
-            match=rf"{name} can be written to by other users \(mode {mode:o}\)",
-        ):
-            make_cache_folder(name)
-    with pytest.raises(
-        StoreError, match=r"shards can be written to by other users.* set RAYPIPE_CACHE"
-    ):
-        shared_cache()
-
-
-@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
-def test_a_folder_that_others_can_only_read_is_used(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     make_cache_folder("shards").chmod(mode)
-    assert make_cache_folder("shards") == tmp_path / "shards"
+    told = rf"shards can be written to by other users \(mode {mode:o}\)"
+    with pytest.raises(PermissionError, match=told):
+        make_cache_folder("shards")
+    with pytest.raises(StoreError, match=f"{told}.* set RAYPIPE_CACHE"):
+        shared_cache()
 
 
 # Locks
@@ -240,16 +220,13 @@ def test_a_lock_is_one_process_s_at_a_time(tmp_path: Path) -> None:
     os.close(other)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path) -> None:
-    if there:
-        (tmp_path / "precious").write_bytes(b"content")
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to("precious")
     with pytest.raises(
         StoreError, match="cannot be written to: lock: it is a link, not a regular file"
     ):
         open_lock(tmp_path / "lock")
-    assert (tmp_path / "precious").exists() == there
+    assert not (tmp_path / "precious").exists()
 
 
 def test_a_pipe_in_its_place_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ shared_memory.open_shared('key', make)
 """
 
 
+def leave_a_user_killed(folder: Path) -> None:
+    process = other_process(USES, folder)
+    process.kill()
+    process.communicate()
+
+
 def test_a_file_is_made_once_and_removed_after_its_last_user(folder: Path) -> None:
     one = open_shared("key", make)
     other = open_shared("key", never)
@@ -94,9 +100,7 @@ def test_a_file_whose_users_were_killed_is_used_again_or_removed(folder: Path) -
     assert names(folder) == ["key"]
     again = open_shared("key", never)
     assert again.content == b"content"
-    process = other_process(USES, folder)
-    process.kill()
-    process.communicate()
+    leave_a_user_killed(folder)
     assert names(folder) == ["key"]
     del again
     gc.collect()
@@ -104,14 +108,10 @@ def test_a_file_whose_users_were_killed_is_used_again_or_removed(folder: Path) -
 
 
 def test_a_file_that_a_killed_process_left_goes_at_the_next_start(folder: Path) -> None:
-    process = other_process(USES, folder)
-    process.kill()
-    process.communicate()
+    leave_a_user_killed(folder)
     other = open_shared("other", make)
     assert names(folder) == ["other"]
-    process = other_process(USES, folder)
-    process.kill()
-    process.communicate()
+    leave_a_user_killed(folder)
     remove_unused()
     assert names(folder) == ["other"] and other.content == b"content"
 

@@ -1,13 +1,20 @@
-"""The fixture of stores in a bucket whose requests are counted, or fail."""
+"""Fixtures of stores in the working folder, and in a bucket whose requests are counted, or fail."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from s3_server import FaultyProxy
 
 from raypipe.storage import retries
+
+
+@pytest.fixture
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an empty folder the working folder: relative paths lead to it."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from raypipe.stores.memory import MemoryStore
 
 from pictures import picture  # isort: skip
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 EMBEDDINGS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
 GRIDS = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
 ORDER = np.array([3, 0, 2, 2])
@@ -40,13 +42,13 @@ def arrow_table(**more: Any) -> pa.Table:
     return pa.table({**columns, **more})
 
 
-def write_parquet(path: Path, **more: Any) -> Path:
+def write_parquet(path: str, **more: Any) -> str:
     pq.write_table(arrow_table(**more), path, row_group_size=3)
     return path
 
 
-def test_lists_of_a_fixed_size_and_tensors_are_arrays(tmp_path: Path) -> None:
-    store = open_store(write_parquet(tmp_path / "a.parquet"))
+def test_lists_of_a_fixed_size_and_tensors_are_arrays() -> None:
+    store = open_store(write_parquet("a.parquet"))
     found = store.read(ORDER, ("embedding", "grid", "tensor", "ragged"))
     for column, expected in (
         ("embedding", EMBEDDINGS),
@@ -65,13 +67,13 @@ def test_lists_of_a_fixed_size_and_tensors_are_arrays(tmp_path: Path) -> None:
     assert found["ragged"] == [[4], [1], [2, 3], [2, 3]]
 
 
-def test_a_null_is_none_and_the_others_keep_their_type(tmp_path: Path) -> None:
+def test_a_null_is_none_and_the_others_keep_their_type() -> None:
     lists = [[1, 2], None, [None, 3], [4, 5]]
     more = {
         "num": pa.array([1, None, 3, 4], pa.int32()),
         "pair": pa.array(lists, pa.list_(pa.int8(), 2)),
     }
-    store = open_store(write_parquet(tmp_path / "a.parquet", **more))
+    store = open_store(write_parquet("a.parquet", **more))
     found = store.read(np.array([3, 1, 0, 2]), ("num", "pair"))
     assert found["num"] == [4, None, 1, 3] and isinstance(found["num"][0], np.int32)
     assert (
@@ -82,9 +84,9 @@ def test_a_null_is_none_and_the_others_keep_their_type(tmp_path: Path) -> None:
     assert matching(store, "num < 4").tolist() == [True, False, True, False]
 
 
-def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None:
+def test_labels_are_any_numbers_and_integers_are_classes() -> None:
     path = write_parquet(
-        tmp_path / "a.parquet",
+        "a.parquet",
         score=pa.array([0.5, 1, 2, 3], pa.float32()),
         kind=pa.array([3, 2, 1, 0]),
     )
@@ -115,19 +117,19 @@ OTHERS = {"caption": "string", "width": "int64", "score": "float64", "mask": "bi
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
-def test_writers_keep_columns_of_all_types(name: str, tmp_path: Path) -> None:
+def test_writers_keep_columns_of_all_types(name: str) -> None:
     columns = {
         "caption": ["ä0", None, "ä2", ""],
         "width": [0, -1, 1 << 62, 3],
         "score": [0.5, 0.25, -1.5, 1e300],
         "mask": [b"m", None, b"", b"n"],
     }
-    with open_writer(tmp_path / name, OTHERS | TYPES) as writer:
+    with open_writer(name, OTHERS | TYPES) as writer:
         for row in range(4):
             sample = {column: values[row] for column, values in columns.items()}
             sample |= {"embedding": EMBEDDINGS[row], "grid": GRIDS[row]}
             writer.append({**sample, "image": b"x" * row, "label": row})
-    store = open_store(tmp_path / name)
+    store = open_store(name)
     assert store.stored.names == ["image", "label", *OTHERS, "embedding", "grid"]
     found = store.read(ORDER, tuple(store.schema.names))
     for column, arrays in (("embedding", EMBEDDINGS), ("grid", GRIDS)):
@@ -137,30 +139,30 @@ def test_writers_keep_columns_of_all_types(name: str, tmp_path: Path) -> None:
         assert list(found[column]) == [values[row] for row in ORDER]
     assert found["image"] == [b"x" * row for row in ORDER]
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
-    as_target = open_store(tmp_path / name, target_column="embedding")
+    as_target = open_store(name, target_column="embedding")
     assert "embedding" not in tuple(as_target.schema.names) and not is_class(as_target)
     assert np.array_equal(as_target.read(ORDER)["label"], EMBEDDINGS[ORDER])
     assert as_target.fingerprint != store.fingerprint
     message = r"'caption' has type string; labels must be .*: set target_column to "
-    store_refused(message, tmp_path / name, target_column="caption")
+    store_refused(message, name, target_column="caption")
 
 
 @pytest.mark.parametrize(
     "value", [np.zeros(4, np.float32), np.array(["a", "b", "c"]), [[1], [2], [3]]]
 )
-def test_a_writer_refuses_an_array_of_another_shape(value: Any, tmp_path: Path) -> None:
+def test_a_writer_refuses_an_array_of_another_shape(value: Any) -> None:
     with (
         pytest.raises(
             StoreError, match=r"column 'embedding' must be float32 \(3,\), got"
         ),
-        open_writer(tmp_path / "a.lmdb", TYPES) as writer,
+        open_writer("a.lmdb", TYPES) as writer,
     ):
         writer.append({"image": b"x", "label": 0, "embedding": value, "grid": GRIDS[0]})
 
 
-def webdataset(path: Path, *contents: Any) -> Store:
+def webdataset(name: str, *contents: Any) -> Store:
     samples = ({"jpg": b"x", "json": json.dumps(each).encode()} for each in contents)
-    return open_store(write_members(path, by_suffix(samples)))
+    return open_store(write_members(Path(name), by_suffix(samples)))
 
 
 @pytest.mark.parametrize(
@@ -172,22 +174,20 @@ def webdataset(path: Path, *contents: Any) -> Store:
     ],
 )
 def test_webdataset_has_labels_of_any_numbers(
-    labels: Any, expected: np.ndarray, tmp_path: Path
+    labels: Any, expected: np.ndarray
 ) -> None:
-    store = webdataset(tmp_path / "a.tar", *({"label": label} for label in labels))
+    store = webdataset("a.tar", *({"label": label} for label in labels))
     found = store.read(np.arange(2))["label"]
     assert found.dtype == expected.dtype and np.array_equal(found, expected)
     assert is_class(store) == (labels == [1, 2])
 
 
 @pytest.mark.parametrize("labels", [[[1], [1, 2]], [1, [1]]])
-def test_webdataset_refuses_labels_of_several_shapes(
-    labels: Any, tmp_path: Path
-) -> None:
+def test_webdataset_refuses_labels_of_several_shapes(labels: Any) -> None:
     with pytest.raises(
         StoreError, match=r"\.tar: its labels and .*lists of different lengths"
     ):
-        len(webdataset(tmp_path / "a.tar", *({"label": label} for label in labels)))
+        len(webdataset("a.tar", *({"label": label} for label in labels)))
 
 
 def test_a_mixture_of_arrays_of_several_shapes_is_one_error() -> None:

@@ -16,6 +16,8 @@ from raypipe.stores import open_store, store_options
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.filter import matching
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 FILES = [b"abcde", None, b"12345", b"abcde", b"     ", None]
 TEXTS = ["a", None, "long enough for no view to hold it within", "a", "", None]
 ORDER = np.array([5, 0, 0, 4, 3, 1, 2])
@@ -54,15 +56,13 @@ def in_chunks(values: pa.Array) -> pa.ChunkedArray:
     return pa.chunked_array([values[:2], values[:0], values[2:]])
 
 
-def write(path: Path, **columns: Any) -> Path:
+def write(path: str, **columns: Any) -> str:
     pq.write_table(pa.table(columns), path)
     return path
 
 
 @pytest.mark.parametrize("values", BYTES.values(), ids=BYTES)
-def test_images_of_every_physical_type_are_the_same_bytes(
-    values: pa.Array, tmp_path: Path
-) -> None:
+def test_images_of_every_physical_type_are_the_same_bytes(values: pa.Array) -> None:
     expected = [FILES[index] for index in ORDER]
     paths = pa.array([f"{number}.png" for number in range(len(FILES))])
     struct = pa.StructArray.from_arrays([values, paths], ["bytes", "path"])
@@ -73,7 +73,7 @@ def test_images_of_every_physical_type_are_the_same_bytes(
         assert (
             chunked_taker(columns.opened("image", in_chunks(image)))(ORDER) == expected
         )
-        path = write(tmp_path / "a.parquet", image=image, mask=image)
+        path = write("a.parquet", image=image, mask=image)
         store = open_store(path)
         read = store.read(ORDER, ("image", "mask"))
         assert dict(read) == {"image": expected, "mask": expected}
@@ -87,10 +87,8 @@ def test_images_of_every_physical_type_are_the_same_bytes(
 
 
 @pytest.mark.parametrize("values", STRINGS.values(), ids=STRINGS)
-def test_text_of_every_physical_type_is_the_same(
-    values: pa.Array, tmp_path: Path
-) -> None:
-    store = open_store(write(tmp_path / "a.parquet", image=ROWS, t=values))
+def test_text_of_every_physical_type_is_the_same(values: pa.Array) -> None:
+    store = open_store(write("a.parquet", image=ROWS, t=values))
     assert store.read(ORDER, ("t",))["t"] == [TEXTS[index] for index in ORDER]
     assert matching(store, "t == 'a'").tolist() == [text == "a" for text in TEXTS]
 
@@ -104,13 +102,9 @@ LISTS = [
 
 
 @pytest.mark.parametrize("kind", LISTS, ids=str)
-def test_lists_of_every_physical_type_are_the_same_numbers(
-    kind: pa.DataType, tmp_path: Path
-) -> None:
+def test_lists_of_every_physical_type_are_the_same_numbers(kind: pa.DataType) -> None:
     values = [[number, -number] for number in range(len(FILES))]
-    store = open_store(
-        write(tmp_path / "a.parquet", image=ROWS, label=pa.array(values, kind))
-    )
+    store = open_store(write("a.parquet", image=ROWS, label=pa.array(values, kind)))
     assert np.array_equal(store.read(ORDER)["label"], np.array(values)[ORDER])
 
 
@@ -124,12 +118,8 @@ NO_TARGETS = {
 
 
 @pytest.mark.parametrize("values", NO_TARGETS.values(), ids=NO_TARGETS)
-def test_without_a_target_a_label_of_any_type_is_no_error(
-    values: pa.Array, tmp_path: Path
-) -> None:
-    path = write(
-        tmp_path / "a.parquet", image=ROWS, label=values, width=pa.array([1] * 6)
-    )
+def test_without_a_target_a_label_of_any_type_is_no_error(values: pa.Array) -> None:
+    path = write("a.parquet", image=ROWS, label=values, width=pa.array([1] * 6))
     store_refused("to '' for batches without a target", path)
     store = open_store(path, **store_options(target_column=""))
     assert (
@@ -138,8 +128,8 @@ def test_without_a_target_a_label_of_any_type_is_no_error(
     )
 
 
-def test_without_a_target_a_good_label_stays_in_the_store(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", image=ROWS, label=pa.array(range(6)))
+def test_without_a_target_a_good_label_stays_in_the_store() -> None:
+    path = write("a.parquet", image=ROWS, label=pa.array(range(6)))
     without, default = (
         open_store(path, **store_options(target_column="")),
         open_store(path),
@@ -148,9 +138,7 @@ def test_without_a_target_a_good_label_stays_in_the_store(tmp_path: Path) -> Non
         tuple(without.schema.names) == tuple(default.schema.names)
         and without.fingerprint == default.fingerprint
     )
-    path = write(
-        tmp_path / "b.parquet", image=ROWS, label=pa.array([1, None, 2, 3, 4, 5])
-    )
+    path = write("b.parquet", image=ROWS, label=pa.array([1, None, 2, 3, 4, 5]))
     with pytest.raises(
         StoreError,
         match=r"has a null label.*write the file again without such rows \(table\.filter",
@@ -167,15 +155,13 @@ def test_without_a_target_a_good_label_stays_in_the_store(tmp_path: Path) -> Non
     ]
 
 
-def test_images_that_are_only_named_are_files_unless_one_has_bytes(
-    tmp_path: Path,
-) -> None:
+def test_images_that_are_only_named_are_files_unless_one_has_bytes() -> None:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     named = [{"bytes": None, "path": f"/data/{number}.jpg"} for number in range(6)]
-    path = write(tmp_path / "a.parquet", image=pa.array(named, kind))
+    path = write("a.parquet", image=pa.array(named, kind))
     assert open_store(path).sample_name(2) == "/data/2.jpg"
     path = write(
-        tmp_path / "a.parquet",
+        "a.parquet",
         image=pa.array([*named[1:], {"bytes": b"x", "path": ""}], kind),
     )
     # bad samples among good ones
@@ -185,8 +171,8 @@ def test_images_that_are_only_named_are_files_unless_one_has_bytes(
     ]
 
 
-def test_a_damaged_page_with_a_checksum_is_an_error(tmp_path: Path) -> None:
-    path, numbers = tmp_path / "a.parquet", pa.array(range(1000, 1100))
+def test_a_damaged_page_with_a_checksum_is_an_error() -> None:
+    path, numbers = Path("a.parquet"), pa.array(range(1000, 1100))
     table = pa.table({"image": pa.array([b"x" * 50] * 100), "label": numbers})
     options = {
         "use_dictionary": False,

@@ -17,6 +17,8 @@ from raypipe.streaming.opening import open_stream
 
 from pictures import picture  # isort: skip
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 STORE = MemoryStore([bytes([i]) for i in range(10)], [0] * 10)
 OTHER = MemoryStore([b"x"] * 10, [0] * 10)
 BAD = [{"index": 7, "error": "empty value"}, {"index": 2, "error": "no value"}]
@@ -27,8 +29,8 @@ def read(address: str | Path, store: MemoryStore | None = STORE) -> list[int]:
 
 
 @pytest.mark.parametrize("as_uri", [False, True])
-def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
-    file = tmp_path / "a list.json"
+def test_what_is_written_is_read(as_uri: bool) -> None:
+    file = Path("a list.json").absolute()
     address = file.as_uri() if as_uri else str(file)
     for bad in (BAD, BAD[:1], []):  # in place of the one before
         write_bad_list(address, STORE, bad)
@@ -40,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
         "num_samples": 10,
         "bad": BAD,
     }
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in Path().iterdir()] == [file.name]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,8 @@ def test_what_is_written_is_read(tmp_path: Path, as_uri: bool) -> None:
         b"\xff\xfe",
     ],
 )
-def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
-    file = tmp_path / "list.json"
+def test_a_file_that_is_no_list(text: str | bytes) -> None:
+    file = Path("list.json")
     file.write_bytes(
         text
         if isinstance(text, bytes)
@@ -73,47 +75,45 @@ def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 10, 2.0, "3", None, True])
-def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
-    write_bad_list(tmp_path / "list.json", STORE, [{"index": index, "error": ""}])
+def test_an_index_that_is_no_sample(index: Any) -> None:
+    write_bad_list("list.json", STORE, [{"index": index, "error": ""}])
     with pytest.raises(
         ConfigError, match=f"names sample {index!r}, outside the samples 0 to 9"
     ):
-        read(tmp_path / "list.json")
+        read("list.json")
 
 
-def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
-    write_bad_list(tmp_path / "list.json", OTHER, BAD)
+def test_the_list_of_another_store_names_both() -> None:
+    write_bad_list("list.json", OTHER, BAD)
     expected = (
         f"{STORE.fingerprint} .*made for {OTHER.address} with .*{OTHER.fingerprint}"
     )
     with pytest.raises(ConfigError, match=expected):
-        read(tmp_path / "list.json")
+        read("list.json")
 
 
-def test_a_list_of_all_samples(tmp_path: Path) -> None:
-    write_bad_list(
-        tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)]
-    )
+def test_a_list_of_all_samples() -> None:
+    write_bad_list("list.json", STORE, [{"index": i, "error": ""} for i in range(10)])
     with pytest.raises(ConfigError, match="excludes all 10 samples"):
-        read(tmp_path / "list.json")
+        read("list.json")
 
 
-def test_a_list_that_is_not_there(tmp_path: Path) -> None:
+def test_a_list_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"store.exclude: .*none.json cannot be read"):
-        read(tmp_path / "none.json")
+        read("none.json")
 
 
 # A run
 
 
-def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
-    write_bad_list(tmp_path / "train.json", STORE, BAD)
-    write_bad_list(tmp_path / "val.json", OTHER, BAD[:1])
+def test_a_spec_leaves_out_what_its_lists_name() -> None:
+    write_bad_list("train.json", STORE, BAD)
+    write_bad_list("val.json", OTHER, BAD[:1])
     spec = open_stream(
         STORE,
         OTHER,
         plan=PlanConfig(epochs=1, micro_batch_size=2),
-        exclude={"train": tmp_path / "train.json", "val": str(tmp_path / "val.json")},
+        exclude={"train": Path("train.json"), "val": "val.json"},
     )
     assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
     stream = [
@@ -130,12 +130,10 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
         ConfigError,
         match=r"store.exclude: there is .*val\.json.* for validation, and no store\.val",
     ):
-        open_stream(STORE, exclude={"val": tmp_path / "val.json"})
+        open_stream(STORE, exclude={"val": "val.json"})
 
 
-def test_the_size_of_a_validation_is_not_told_by_excluded_samples(
-    tmp_path: Path,
-) -> None:
+def test_the_size_of_a_validation_is_not_told_by_excluded_samples() -> None:
     from raypipe.plan.places import MicroBatchId
     from raypipe.streaming.maker import MicroBatchMaker
 
@@ -148,7 +146,7 @@ def test_the_size_of_a_validation_is_not_told_by_excluded_samples(
 
     val = Broken([None, None, picture(2)], [0, 0, 0])
     write_bad_list(
-        tmp_path / "val.json",
+        "val.json",
         val,
         [{"index": 0, "error": ""}, {"index": 1, "error": ""}],
     )
@@ -158,7 +156,7 @@ def test_the_size_of_a_validation_is_not_told_by_excluded_samples(
         plan=PlanConfig(epochs=1, micro_batch_size=2, global_batch_size=4),
         train_transform=None,
         val_transform=None,
-        exclude={"val": tmp_path / "val.json"},
+        exclude={"val": "val.json"},
     )
     # nothing but padding
     batch = MicroBatchMaker(spec).batch(MicroBatchId("val", 0, 0, 1))

@@ -18,6 +18,8 @@ from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import KEY
 from raypipe.stores.writers import LMDBWriter
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 METADATA = {
     "version": 1,
     "count": 1,
@@ -31,17 +33,17 @@ METADATA = {
 
 
 def write(
-    path: Path, num_samples: int = 20, num_bytes: int = 9_000, **options: object
-) -> Path:
+    path: str, num_samples: int = 20, num_bytes: int = 9_000, **options: object
+) -> str:
     with LMDBWriter(path, **options) as writer:
         for i in range(num_samples):
             writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
     return path
 
 
-def edit(path: Path, change: Callable[[lmdb.Transaction], object]) -> None:
+def edit(path: str, change: Callable[[lmdb.Transaction], object]) -> None:
     with (
-        lmdb.open(str(path), subdir=False, lock=False) as env,
+        lmdb.open(path, subdir=False, lock=False) as env,
         env.begin(write=True) as txn,
     ):
         change(txn)
@@ -51,13 +53,11 @@ def record(image: bytes, label: int) -> bytes:
     return struct.pack("<qI", label, len(image)) + image
 
 
-def test_layout_is_as_documented(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "a.lmdb", classes=["x", "y"]) as writer:
+def test_layout_is_as_documented() -> None:
+    with LMDBWriter("a.lmdb", classes=["x", "y"]) as writer:
         writer.append({"image": b"abc", "label": 1})
     with (
-        lmdb.open(
-            str(tmp_path / "a.lmdb"), subdir=False, readonly=True, lock=False
-        ) as env,
+        lmdb.open("a.lmdb", subdir=False, readonly=True, lock=False) as env,
         env.begin() as txn,
     ):
         entries = dict(txn.cursor())
@@ -75,8 +75,8 @@ def test_layout_is_as_documented(tmp_path: Path) -> None:
     }
 
 
-def test_damaged_values_are_missing_samples(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=6)
+def test_damaged_values_are_missing_samples() -> None:
+    path = write("a.lmdb", num_samples=6)
 
     def damage(txn: lmdb.Transaction) -> None:
         txn.put(KEY.pack(1), b"")
@@ -91,16 +91,16 @@ def test_damaged_values_are_missing_samples(tmp_path: Path) -> None:
     assert batch["label"] == [55, 44, 33, None, None, 0]
 
 
-def test_missing_key_is_a_missing_sample(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=3)
+def test_missing_key_is_a_missing_sample() -> None:
+    path = write("a.lmdb", num_samples=3)
     edit(path, lambda txn: (txn.delete(KEY.pack(1)), txn.put(b"other", b"")))
     batch = LMDBStore(path).read(np.arange(3))
     assert [image is None for image in batch["image"]] == [False, True, False]
     assert batch["label"] == [0, None, 2]
 
 
-def test_count_mismatch(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.lmdb", num_samples=3)
+def test_count_mismatch() -> None:
+    path = write("a.lmdb", num_samples=3)
     edit(path, lambda txn: txn.delete(KEY.pack(1)))
     with pytest.raises(
         StoreError, match=r"a\.lmdb has 2 samples, but was written with 3"
@@ -108,29 +108,29 @@ def test_count_mismatch(tmp_path: Path) -> None:
         len(LMDBStore(path))
 
 
-def test_shards_must_agree(tmp_path: Path) -> None:
-    write(tmp_path / "0.lmdb", classes=["a"])
-    write(tmp_path / "1.lmdb", classes=["b"])
+def test_shards_must_agree() -> None:
+    write("0.lmdb", classes=["a"])
+    write("1.lmdb", classes=["b"])
     with pytest.raises(
         StoreError, match=r"1\.lmdb and .*0\.lmdb differ in schema or classes"
     ):
-        len(LMDBStore(tmp_path))
+        len(LMDBStore("."))
 
 
-def test_empty_shards(tmp_path: Path) -> None:
+def test_empty_shards() -> None:
     for name, num_samples in (("0", 0), ("1", 2), ("2", 0), ("3", 1)):
-        write(tmp_path / f"{name}.lmdb", num_samples)
-    store = LMDBStore(tmp_path)
+        write(f"{name}.lmdb", num_samples)
+    store = LMDBStore(".")
     assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
 
 
-def test_threads(tmp_path: Path) -> None:
-    store = LMDBStore(write(tmp_path / "a.lmdb"))
+def test_threads() -> None:
+    store = LMDBStore(write("a.lmdb"))
     with ThreadPoolExecutor(8) as threads:
         for found in threads.map(store.read, [np.arange(20)] * 400):
             assert found["label"].tolist() == list(range(20))
 
 
-def test_writer_writes_equal_files(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.lmdb"), write(tmp_path / "b.lmdb")
-    assert first.read_bytes() == second.read_bytes()
+def test_writer_writes_equal_files() -> None:
+    first, second = write("a.lmdb"), write("b.lmdb")
+    assert Path(first).read_bytes() == Path(second).read_bytes()

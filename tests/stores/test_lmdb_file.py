@@ -33,6 +33,15 @@ from raypipe.errors import StoreError
 from raypipe.stores import lmdb_file
 from raypipe.stores.lmdb_file import LMDBFile
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+FILE = Path("a")
+
+
+def write_damaged(damage: Callable[[bytearray], None]) -> None:
+    data = bytearray(tree(FILE).read_bytes())
+    damage(data)
+    FILE.write_bytes(data)
+
 
 @pytest.fixture(params=READERS)
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -70,17 +79,16 @@ def test_reads_what_liblmdb_wrote_and_reads(
 
 
 @needs_extension
-def test_another_transaction_goes_on_beside_what_is_open(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    with lmdb.open(str(path), subdir=False, lock=False, sync=False) as env:
+def test_another_transaction_goes_on_beside_what_is_open() -> None:
+    with lmdb.open("a", subdir=False, lock=False, sync=False) as env:
         with env.begin(write=True) as txn:
             txn.put(b"a", b"1")
-        before = LMDBFile(path)
+        before = LMDBFile(FILE)
         with env.begin(write=True) as txn:
             txn.put(b"a", b"2")
         # its pages are left alone by one transaction more
         assert bytes(before.get(b"a") or b"") == b"1"
-        assert bytes(LMDBFile(path).get(b"a") or b"") == b"2"
+        assert bytes(LMDBFile(FILE).get(b"a") or b"") == b"2"
 
 
 @pytest.mark.parametrize(
@@ -105,77 +113,73 @@ def test_another_transaction_goes_on_beside_what_is_open(tmp_path: Path) -> None
 )
 @pytest.mark.usefixtures("reader")
 def test_a_damaged_meta_page_is_an_error_on_opening(
-    tmp_path: Path, damage: Callable[[bytearray], None], message: str
+    damage: Callable[[bytearray], None], message: str
 ) -> None:
-    data = bytearray(tree(tmp_path / "a").read_bytes())
-    damage(data)
-    (tmp_path / "a").write_bytes(data)
+    write_damaged(damage)
     with pytest.raises(
         StoreError,
         match=rf"a cannot be opened as LMDB: .*{message}.*; copy or convert it again",
     ):
-        LMDBFile(tmp_path / "a")
+        LMDBFile(FILE)
 
 
 @needs_extension
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_page_is_an_error_of_its_keys(tmp_path: Path, name: str) -> None:
+def test_a_damaged_page_is_an_error_of_its_keys(name: str) -> None:
     damage, message = DAMAGES[name]
-    data = bytearray(tree(tmp_path / "a").read_bytes())
-    damage(data)
-    (tmp_path / "a").write_bytes(data)
+    write_damaged(damage)
     with pytest.raises(
         StoreError, match=rf"a is damaged at key b'00000000': .*{message}"
     ):
-        LMDBFile(tmp_path / "a").get(b"00000000")
+        LMDBFile(FILE).get(b"00000000")
 
 
 @needs_extension
-def test_a_database_within_is_named(tmp_path: Path) -> None:
+def test_a_database_within_is_named() -> None:
     with (
-        lmdb.open(str(tmp_path / "sub"), subdir=False, lock=False, max_dbs=1) as env,
+        lmdb.open("sub", subdir=False, lock=False, max_dbs=1) as env,
         env.begin(write=True) as txn,
     ):
         txn.put(b"key", b"value", db=env.open_db(b"inner", txn=txn))
     with pytest.raises(StoreError, match=r"has named databases at key b'inner'"):
-        LMDBFile(tmp_path / "sub").get(b"inner")
+        LMDBFile("sub").get(b"inner")
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_folder_or_nothing_at_the_path(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
+def test_a_folder_or_nothing_at_the_path() -> None:
+    for path in (".", "absent"):
         with pytest.raises(StoreError, match="cannot be opened as LMDB: "):
             LMDBFile(path)
 
 
 @pytest.mark.usefixtures("reader")
-def test_files_are_closed(tmp_path: Path) -> None:
-    path = tree(tmp_path / "a", num_keys=3)
+def test_files_are_closed() -> None:
+    tree(FILE, num_keys=3)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
-        LMDBFile(path).get(b"00000000")
-    path.write_bytes(b"no database")
+        LMDBFile(FILE).get(b"00000000")
+    FILE.write_bytes(b"no database")
     for _ in range(5):
         with pytest.raises(StoreError):
-            LMDBFile(path)
+            LMDBFile(FILE)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.usefixtures("reader")
-def test_several_open_one_file_and_an_empty_one_has_nothing(tmp_path: Path) -> None:
-    path = tree(tmp_path / "a", num_keys=3)
-    files = [LMDBFile(path) for _ in range(3)]
+def test_several_open_one_file_and_an_empty_one_has_nothing() -> None:
+    tree(FILE, num_keys=3)
+    files = [LMDBFile(FILE) for _ in range(3)]
     for file in files:
         assert bytes(file.get(b"00000002") or b"") == b"\2" * 3000
         assert listed(file) == [(b"%08d" % number, 3000) for number in range(3)]
-    lmdb.open(str(tmp_path / "empty"), subdir=False, lock=False).close()
-    empty = LMDBFile(tmp_path / "empty")
+    lmdb.open("empty", subdir=False, lock=False).close()
+    empty = LMDBFile("empty")
     assert empty.get(b"a") is None and listed(empty) == [] and not empty.num_entries
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_process_that_was_forked_reads_what_was_open(tmp_path: Path) -> None:
-    file = LMDBFile(tree(tmp_path / "a"))
+def test_a_process_that_was_forked_reads_what_was_open() -> None:
+    file = LMDBFile(tree(FILE))
     child = os.fork()
     if not child:
         is_right = file.get(b"00000299") == bytes([299 % 256]) * 3000
@@ -185,27 +189,26 @@ def test_a_process_that_was_forked_reads_what_was_open(tmp_path: Path) -> None:
 
 
 @needs_extension
-def test_keys_in_wrong_order_end_a_listing(tmp_path: Path) -> None:
-    data = bytearray(tree(tmp_path / "a").read_bytes())
+def test_keys_in_wrong_order_end_a_listing() -> None:
+    data = bytearray(tree(FILE).read_bytes())
     first = struct.unpack_from("<I", data, child_of(data, 0))[0]
     struct.pack_into("<I", data, child_of(data, 1), first)
-    (tmp_path / "a").write_bytes(data)
+    FILE.write_bytes(data)
     message = f"the keys of page {first} are not above those before"
     with pytest.raises(StoreError, match=f"a is damaged: {message}; copy"):
-        listed(LMDBFile(tmp_path / "a"))
+        listed(LMDBFile(FILE))
 
 
 def test_without_the_extension_a_file_cut_short_is_refused_unopened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tree(tmp_path / "a")
-    whole = path.read_bytes()
+    whole = tree(FILE).read_bytes()
     monkeypatch.setattr(lmdb_file, "extension", lambda: None)
     monkeypatch.setattr(lmdb, "open", lambda *_, **__: pytest.fail("it was opened"))
     for number in range(30):
         num_bytes = len(whole) * number // 30
-        path.write_bytes(whole[:num_bytes])
+        FILE.write_bytes(whole[:num_bytes])
         with pytest.raises(
             StoreError, match=r"is truncated: \d+ bytes, needs \d+; copy|ends within"
         ):
-            LMDBFile(path)
+            LMDBFile(FILE)

@@ -29,6 +29,8 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import keys_in
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 3 for number in range(12)]
 PLAIN = {str(number).encode(): image for number, image in enumerate(IMAGES)}
@@ -51,37 +53,37 @@ def _plain(value: Any) -> Any:
 # Layouts
 
 
-def test_the_classes_of_lsun_are_its_databases(tmp_path: Path) -> None:
-    write_lsun(tmp_path, IMAGES, LABELS, ("bridge", "church_outdoor", "tower"))
-    write_entries(tmp_path / "tower_val_lmdb", {b"0": IMAGES[0]}, folder=True)
+def test_the_classes_of_lsun_are_its_databases() -> None:
+    write_lsun(Path(), IMAGES, LABELS, ("bridge", "church_outdoor", "tower"))
+    write_entries(Path("tower_val_lmdb"), {b"0": IMAGES[0]}, folder=True)
     store_refused(
-        r"several splits: train \(3\), val \(1\)\. .*/tower_val_lmdb, or", tmp_path
+        r"several splits: train \(3\), val \(1\)\. .*/tower_val_lmdb, or", "."
     )
-    store = open_store(tmp_path / "*_train_lmdb")
+    store = open_store("*_train_lmdb")
     assert store.classes == ("bridge", "church_outdoor", "tower")
     assert read(store, "label") == [sorted(LABELS)]
 
 
-def test_folders_in_keys_are_classes(tmp_path: Path) -> None:
+def test_folders_in_keys_are_classes() -> None:
     keys = [
         f"train/n{number % 2}/below/{number:02}.JPEG".encode() for number in range(12)
     ]
     store = open_store(
-        write_entries(tmp_path / "a.lmdb", dict(zip(keys, IMAGES, strict=True)))
+        write_entries(Path("a.lmdb"), dict(zip(keys, IMAGES, strict=True)))
     )
     assert store.classes == ("n0", "n1") and read(store, "label") == [[0] * 6 + [1] * 6]
-    splits = write_folders(tmp_path / "b.lmdb", IMAGES, LABELS, ("train", "val", "x"))
+    splits = write_folders(Path("b.lmdb"), IMAGES, LABELS, ("train", "val", "x"))
     store_refused(r"b\.lmdb has the folders train, val, which are splits", splits)
     store_refused(
         r"not class/name\.jpg of several classes",
-        write_entries(tmp_path / "c.lmdb", PLAIN),
+        write_entries(Path("c.lmdb"), PLAIN),
         target_column="folder",
     )
 
 
-def test_scene_text_has_its_texts(tmp_path: Path) -> None:
+def test_scene_text_has_its_texts() -> None:
     texts = [f"wörd {number}" for number in range(12)]
-    path = write_texts(tmp_path / "a.lmdb", IMAGES, texts)
+    path = write_texts(Path("a.lmdb"), IMAGES, texts)
     store = open_store(path)
     assert tuple(store.stored.names) == ("image", "text", "key") and read(
         store, "image", "text"
@@ -97,8 +99,8 @@ def test_scene_text_has_its_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DUMPS)
-def test_values_come_in_the_order_of_keys(kind: str, tmp_path: Path) -> None:
-    path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS[kind])
+def test_values_come_in_the_order_of_keys(kind: str) -> None:
+    path = write_values(Path("a"), IMAGES, LABELS, DUMPS[kind])
     store = open_store(path, trust_pickles=kind == "pickle")
     assert tuple(store.stored.names) == ("image", "label", "key")
     assert read(store, "image", "label", "key") == [
@@ -111,13 +113,13 @@ def test_values_come_in_the_order_of_keys(kind: str, tmp_path: Path) -> None:
         name: DUMPS[kind]((IMAGES[row], LABELS[row])) for row, name in enumerate(names)
     }
     shuffled = write_entries(
-        tmp_path / "b.lmdb", {**entries, b"__keys__": DUMPS[kind](names)}
+        Path("b.lmdb"), {**entries, b"__keys__": DUMPS[kind](names)}
     )
     store = open_store(shuffled, trust_pickles=kind == "pickle")
     assert read(store, "image", "label") == [IMAGES, LABELS]
     assert store.sample_name(1).endswith("b.lmdb, key 07.jpg")  # type: ignore[attr-defined]
     missing = write_entries(
-        tmp_path / "c.lmdb", {**entries, b"__keys__": DUMPS[kind]([*names, b"gone"])}
+        Path("c.lmdb"), {**entries, b"__keys__": DUMPS[kind]([*names, b"gone"])}
     )
     store_refused(
         r"c\.lmdb has no key b'gone', which its __keys__ names",
@@ -155,21 +157,21 @@ VALUES: dict[str, tuple[Callable[[int, bytes], Any], list[Any] | None]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_parts_of_a_value_are_found_by_content(name: str, tmp_path: Path) -> None:
+def test_parts_of_a_value_are_found_by_content(name: str) -> None:
     value_of, labels = VALUES[name]
     images = [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
     values = [msgpack.packb(value_of(*pair)) for pair in enumerate(images)]
     entries = {b"%d" % row: value for row, value in enumerate(values)}
-    store = open_store(write_entries(tmp_path / "a.lmdb", entries))
+    store = open_store(write_entries(Path("a.lmdb"), entries))
     assert read(store, "image") == [images]
     if labels is not None:
         assert read(store, "label") == [labels]
     assert ("text" in store.schema.names) == (name == "text")
 
 
-def test_a_label_of_a_dict_may_be_named(tmp_path: Path) -> None:
+def test_a_label_of_a_dict_may_be_named() -> None:
     named = {b"a": msgpack.packb({"image": IMAGES[0], "fine": 3, "label": 1})}
-    path = write_entries(tmp_path / "named.lmdb", named)
+    path = write_entries(Path("named.lmdb"), named)
     assert read(open_store(path, target_column="fine"), "label") == [[3]]
     store_refused(
         r"named\.lmdb has no column 'coarse' for target_column",
@@ -186,32 +188,32 @@ def listed(separator: str, label_of: Callable[[int], object]) -> str:
     return "".join(f"{n}{separator}{label_of(n)}\n" for n in reversed(range(13)))
 
 
-def test_labels_of_a_list_beside(tmp_path: Path) -> None:
-    path = write_entries(tmp_path / "train.lmdb", PLAIN)
+def test_labels_of_a_list_beside() -> None:
+    path = write_entries(Path("train.lmdb"), PLAIN)
     before = open_store(path).fingerprint
-    (tmp_path / "train.txt").write_text(listed(" ", lambda number: number % 5))
+    Path("train.txt").write_text(listed(" ", lambda number: number % 5))
     store = open_store(path)
     assert store.classes is None and store.fingerprint != before
     assert read(store, "label") == [[number % 5 for number in range(12)]]
     names = "key,class\n" + listed(",", lambda number: ("cat", "dog")[number % 2])
-    (tmp_path / "names.csv").write_text(names)
+    Path("names.csv").write_text(names)
     store = open_store(path, target_column="names.csv")
     assert store.classes == ("cat", "dog") and read(store, "label") == [[0, 1] * 6]
     assert open_store(path, target_column="").stored.names == ["image", "key"]
-    folder = write_entries(tmp_path / "env", PLAIN, folder=True)
+    folder = write_entries(Path("env"), PLAIN, folder=True)
     (folder / "labels.txt").write_text(listed("\t", int))
     assert read(open_store(folder), "label") == [list(range(12))]
     quoted = [f'"{number}","{number % 2}"' for number in range(12)]
-    (tmp_path / "names.csv").write_text("\ufeff" + "\n".join(quoted))
+    Path("names.csv").write_text("\ufeff" + "\n".join(quoted))
     store = open_store(path, target_column="names.csv")
     assert read(store, "label") == [[0, 1] * 6]
-    (tmp_path / "names.csv").write_text("\n".join([*quoted, "3,1", "3,0"]))
+    Path("names.csv").write_text("\n".join([*quoted, "3,1", "3,0"]))
     store_refused(
         "names.csv has the labels '1' and '0' for the key b'3': write one line",
         path,
         target_column="names.csv",
     )
-    (tmp_path / "train.txt").write_text("0 1\n")
+    Path("train.txt").write_text("0 1\n")
     for column, message in (
         (
             "label",
@@ -225,8 +227,8 @@ def test_labels_of_a_list_beside(tmp_path: Path) -> None:
 # Trust
 
 
-def test_pickles_need_the_word_of_trust(tmp_path: Path) -> None:
-    path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS["pickle"])
+def test_pickles_need_the_word_of_trust() -> None:
+    path = write_values(Path("a"), IMAGES, LABELS, DUMPS["pickle"])
     store_refused(r"/a has pickled values.*--store\.trust-pickles true", path)
     with pytest.raises(StoreError, match="trust_pickles=True in Python"):
         raypipe.open_stream(path, plan=PLAN)
@@ -242,26 +244,26 @@ class Trap:
         return Path.touch, (self.marker,)
 
 
-def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
+def test_a_trusted_pickle_runs_nothing() -> None:
+    marker = Path("marker").absolute()
     trap = pickle.dumps((IMAGES[0], Trap(marker)))
     good = {
         str(number).encode(): pickle.dumps((image, 1))
         for number, image in enumerate(IMAGES)
     }
     store = open_store(
-        write_entries(tmp_path / "a.lmdb", {**good, b"5": trap}), trust_pickles=True
+        write_entries(Path("a.lmdb"), {**good, b"5": trap}), trust_pickles=True
     )
     assert [image is None for image in read(store, "image")[0]] == [
         number == 5 for number in range(12)
     ]
     store_refused(
         r"it names pathlib\.Path\.?touch|it names pathlib",
-        write_entries(tmp_path / "b.lmdb", {b"0": trap}),
+        write_entries(Path("b.lmdb"), {b"0": trap}),
         trust_pickles=True,
     )
     keys = write_entries(
-        tmp_path / "c.lmdb", {**good, b"__keys__": pickle.dumps(Trap(marker))}
+        Path("c.lmdb"), {**good, b"__keys__": pickle.dumps(Trap(marker))}
     )
     assert len(open_store(keys, trust_pickles=True)) == 12
     assert not marker.exists()
@@ -290,44 +292,40 @@ def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
         ({}, "has no samples: 0 keys"),
     ],
 )
-def test_others_are_refused_by_name(
-    entries: dict[bytes, bytes], message: str, tmp_path: Path
-) -> None:
-    store_refused(rf"a\.lmdb.*{message}", write_entries(tmp_path / "a.lmdb", entries))
+def test_others_are_refused_by_name(entries: dict[bytes, bytes], message: str) -> None:
+    store_refused(rf"a\.lmdb.*{message}", write_entries(Path("a.lmdb"), entries))
 
 
-def test_stores_of_two_kinds_are_refused(tmp_path: Path) -> None:
-    write_entries(tmp_path / "0.lmdb", FEW)
-    write_entries(tmp_path / "1.lmdb", {b"0": msgpack.packb([IMAGES[0], 1])})
+def test_stores_of_two_kinds_are_refused() -> None:
+    write_entries(Path("0.lmdb"), FEW)
+    write_entries(Path("1.lmdb"), {b"0": msgpack.packb([IMAGES[0], 1])})
     store_refused(
-        r"1\.lmdb and .*0\.lmdb differ: msgpack with labels of type int64", tmp_path
+        r"1\.lmdb and .*0\.lmdb differ: msgpack with labels of type int64", "."
     )
-    (tmp_path / "1.lmdb").unlink()
-    with open_writer(tmp_path / "1.lmdb") as writer:
+    Path("1.lmdb").unlink()
+    with open_writer("1.lmdb") as writer:
         writer.append({"image": IMAGES[0], "label": 1})
     store_refused(
-        r"0\.lmdb is LMDB from another program, and .*1\.lmdb is raypipe's", tmp_path
+        r"0\.lmdb is LMDB from another program, and .*1\.lmdb is raypipe's", "."
     )
 
 
-def test_several_files_are_one_store(tmp_path: Path) -> None:
+def test_several_files_are_one_store() -> None:
     for number, classes in enumerate([("a", "b"), ("b", "c")]):
-        write_folders(tmp_path / f"{number}.lmdb", IMAGES[:4], [0, 0, 1, 1], classes)
-    store = open_store(tmp_path)
+        write_folders(Path(f"{number}.lmdb"), IMAGES[:4], [0, 0, 1, 1], classes)
+    store = open_store(".")
     assert store.classes == ("a", "b", "c") and read(store, "label") == [
         [0, 0, 1, 1, 1, 1, 2, 2]
     ]
 
 
-def test_an_lmdb_may_have_any_name(tmp_path: Path) -> None:
-    assert len(open_store(write_entries(tmp_path / "train_db", FEW))) == 2
-    assert (
-        len(open_store(write_entries(tmp_path / "train.lmdb", FEW, folder=True))) == 2
-    )
-    assert len(open_store(tmp_path / "*.lmdb")) == 2
+def test_an_lmdb_may_have_any_name() -> None:
+    assert len(open_store(write_entries(Path("train_db"), FEW))) == 2
+    assert len(open_store(write_entries(Path("train.lmdb"), FEW, folder=True))) == 2
+    assert len(open_store("*.lmdb")) == 2
 
 
-def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
+def test_damaged_values_are_bad_samples() -> None:
     entries = {
         str(number).encode(): msgpack.packb((image, 1))
         for number, image in enumerate(IMAGES)
@@ -337,7 +335,7 @@ def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
         b"4": msgpack.packb([7]),
         b"5": msgpack.packb((IMAGES[5], "x")),
     }
-    store = open_store(write_entries(tmp_path / "a.lmdb", entries))
+    store = open_store(write_entries(Path("a.lmdb"), entries))
     images, labels = read(store, "image", "label")
     assert [image is None for image in images] == [
         number in (3, 4) for number in range(12)
@@ -348,10 +346,10 @@ def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
 # The listing
 
 
-def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+def test_keys_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", "cache")
     monkeypatch.setattr("raypipe.stores.lmdb_listing._SMALL", 0)
-    path = write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, ("x", "y", "z"))
+    path = write_folders(Path("a.lmdb"), IMAGES, LABELS, ("x", "y", "z"))
     first = open_store(path)
     before = first.fingerprint, read(first, "image", "label", "key")
     with monkeypatch.context() as patch:
@@ -364,11 +362,9 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(open_store(path)) == 13
 
 
-def test_the_fingerprint_is_of_contents_and_order(tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_contents_and_order() -> None:
     def fingerprint(name: str, entries: dict[bytes, bytes], **options: Any) -> str:
-        return open_store(
-            write_entries(tmp_path / name, entries), **options
-        ).fingerprint
+        return open_store(write_entries(Path(name), entries), **options).fingerprint
 
     first = fingerprint("a.lmdb", PLAIN)
     assert re.fullmatch("[0-9a-f]{32}", first)
@@ -383,9 +379,9 @@ def test_the_fingerprint_is_of_contents_and_order(tmp_path: Path) -> None:
     assert len(by_order) == 2
 
 
-def test_other_stores_ignore_the_word_of_trust(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "a.parquet") as writer:
+def test_other_stores_ignore_the_word_of_trust() -> None:
+    with open_writer("a.parquet") as writer:
         writer.append({"image": IMAGES[0], "label": 1})
-    assert len(open_store(tmp_path / "a.parquet", trust_pickles=True)) == 1
+    assert len(open_store("a.parquet", trust_pickles=True)) == 1
     with pytest.raises(ConfigError, match="no option 'image_column'"):
-        open_store(write_entries(tmp_path / "a.lmdb", FEW), image_column="img")
+        open_store(write_entries(Path("a.lmdb"), FEW), image_column="img")

@@ -18,19 +18,21 @@ from raypipe.stores import open_store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.writers import ROW_GROUP_BYTES, ParquetWriter
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 DATA = Path(__file__).with_name("data")
 
 
 def write(
-    path: Path, num_samples: int = 20, num_bytes: int = 100, **options: Any
-) -> Path:
+    path: str, num_samples: int = 20, num_bytes: int = 100, **options: Any
+) -> str:
     with ParquetWriter(path, **options) as writer:
         for i in range(num_samples):
             writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
     return path
 
 
-def write_table(path: Path, metadata: dict | None = None, **columns: pa.Array) -> Path:
+def write_table(path: str, metadata: dict | None = None, **columns: pa.Array) -> str:
     table = pa.table(columns)
     if metadata is not None:
         table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
@@ -44,10 +46,8 @@ IMAGES = pa.array([b"a", b"bb", b"ccc"])
 @pytest.mark.parametrize(
     "kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64()]
 )
-def test_label_types(tmp_path: Path, kind: pa.DataType) -> None:
-    path = write_table(
-        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2], kind)
-    )
+def test_label_types(kind: pa.DataType) -> None:
+    path = write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2], kind))
     for indices in ([2, 0], []):
         labels = ParquetStore(path).read(np.array(indices))["label"]
         assert labels.dtype == np.int64
@@ -64,24 +64,20 @@ def test_label_types(tmp_path: Path, kind: pa.DataType) -> None:
         (None, None),
     ],
 )
-def test_classes_in_the_metadata(
-    tmp_path: Path, feature: dict | None, classes: tuple | None
-) -> None:
+def test_classes_in_the_metadata(feature: dict | None, classes: tuple | None) -> None:
     metadata = {"info": {"features": {"image": {"_type": "Image"}, "label": feature}}}
-    path = write_table(
-        tmp_path / "a.parquet", metadata, image=IMAGES, label=pa.array([0, 1, 1])
-    )
+    path = write_table("a.parquet", metadata, image=IMAGES, label=pa.array([0, 1, 1]))
     assert ParquetStore(path).classes == classes
 
 
-def test_renamed_columns(tmp_path: Path) -> None:
+def test_renamed_columns() -> None:
     metadata = {"info": {"features": {"fine": {"names": ["x", "y"]}}}}
     columns = {
         "coarse": pa.array([7, 8, 9]),
         "img": IMAGES,
         "fine": pa.array([0, 1, 1]),
     }
-    path = write_table(tmp_path / "a.parquet", metadata, **columns)
+    path = write_table("a.parquet", metadata, **columns)
     store = ParquetStore(path, image_column="img", target_column="fine")
     assert tuple(store.stored.names) == ("image", "label", "coarse")
     assert store.classes == ("x", "y")
@@ -141,35 +137,30 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
         ),
     ],
 )
-def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
-    store_refused(message, write_table(tmp_path / "a.parquet", **columns))
+def test_unusable_types(columns: dict, message: str) -> None:
+    store_refused(message, write_table("a.parquet", **columns))
 
 
-def test_two_columns_of_one_name(tmp_path: Path) -> None:
+def test_two_columns_of_one_name() -> None:
     table = pa.table(
         [IMAGES, pa.array([0, 1, 2]), pa.array([0, 1, 2])], ["image", "label", "label"]
     )
-    pq.write_table(table, tmp_path / "a.parquet")
-    store_refused(
-        r"a\.parquet has several columns called 'label'", tmp_path / "a.parquet"
-    )
+    pq.write_table(table, "a.parquet")
+    store_refused(r"a\.parquet has several columns called 'label'", "a.parquet")
 
 
-def test_files_must_agree(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
-    write_table(
-        tmp_path / "b.parquet", image=IMAGES, label=pa.array([0, 1, 2], pa.int32())
-    )
+def test_files_must_agree() -> None:
+    write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
+    write_table("b.parquet", image=IMAGES, label=pa.array([0, 1, 2], pa.int32()))
     store_refused(
         r"b\.parquet and .*a\.parquet differ in schema or classes \(label: int32\)",
-        tmp_path,
+        ".",
     )
 
 
-def test_a_footer_with_foreign_null_counts_does_not_end_the_process(
-    tmp_path: Path,
-) -> None:
-    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
+def test_a_footer_with_foreign_null_counts_does_not_end_the_process() -> None:
+    path = Path("a.parquet")
+    write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
     # In the schema, before a column's name: it has nulls (1, as Thrift has it); and now it has none.
     content = path.read_bytes()
     assert content.count(b"\x25\x02\x18\x05image") == 1
@@ -188,20 +179,14 @@ def test_a_footer_with_foreign_null_counts_does_not_end_the_process(
     ]
 
 
-def test_text_that_is_no_utf_8_is_none(tmp_path: Path) -> None:
+def test_text_that_is_no_utf_8_is_none() -> None:
     names = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
-    path = write_table(
-        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names
-    )
+    path = write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names)
     assert ParquetStore(path).read(np.arange(3), ("name",))["name"] == ["a", None, "c"]
 
 
-def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(
-    tmp_path: Path,
-) -> None:
-    path = write(
-        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
-    )
+def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it() -> None:
+    path = write("a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
     store = ParquetStore(path, cache_bytes=400_000)
     images = store.read(np.arange(40))["image"]
     kinds = [type(image) for image in images]
@@ -215,17 +200,11 @@ def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(
     }
 
 
-def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(
-    tmp_path: Path,
-) -> None:
-    path = write(
-        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
-    )
-    store = ParquetStore(path).forwards()
-    assert (store.address, store.fingerprint) == (
-        str(path),
-        ParquetStore(path).fingerprint,
-    )
+def test_a_store_for_one_pass_is_the_same_store_with_one_group_held() -> None:
+    path = write("a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    same = ParquetStore(path)
+    store = same.forwards()
+    assert (store.address, store.fingerprint) == (same.address, same.fingerprint)
     for start in range(0, 40, 8):
         assert store.read(np.arange(start, start + 8))["label"].tolist() == list(
             range(start, start + 8)
@@ -233,19 +212,15 @@ def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(
         assert 40_000 < store._contents.num_bytes() < 50_000
 
 
-def test_writer_groups_are_about_8_mib(tmp_path: Path) -> None:
+def test_writer_groups_are_about_8_mib() -> None:
     num_bytes = 1 << 20
-    store = ParquetStore(
-        write(tmp_path / "a.parquet", num_samples=20, num_bytes=num_bytes)
-    )
+    store = ParquetStore(write("a.parquet", num_samples=20, num_bytes=num_bytes))
     assert store.groups.tolist() == [0, 8, 16, 20]
     assert 8 * num_bytes == ROW_GROUP_BYTES
 
 
-def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"]
-    )
+def test_writer_leaves_images_as_they_are() -> None:
+    path = write("a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"])
     metadata = pq.read_metadata(path)
     image = metadata.row_group(0).column(0)
     assert (image.path_in_schema, image.compression, image.statistics) == (
@@ -260,7 +235,7 @@ def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAYPIPE_READ_BYTES", str(1 << 20))
     rng = np.random.default_rng(1)
@@ -269,12 +244,10 @@ def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
         ("zeros", [bytes(1 << 17)] * 32),
     ):
         table = pa.table({"image": images, "label": list(range(32))})
-        pq.write_table(table, tmp_path / f"{name}.parquet", use_dictionary=False)
-    assert ParquetStore(tmp_path / "photos.parquet").read(np.array([31]))[
-        "label"
-    ].tolist() == [31]
+        pq.write_table(table, f"{name}.parquet", use_dictionary=False)
+    assert ParquetStore("photos.parquet").read(np.array([31]))["label"].tolist() == [31]
     with pytest.raises(
         StoreError,
         match=r"unpack to .* bytes; the limit is 1,048,576: write smaller row groups",
     ):
-        ParquetStore(tmp_path / "zeros.parquet").read(np.array([0]))
+        ParquetStore("zeros.parquet").read(np.array([0]))

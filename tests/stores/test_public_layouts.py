@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import tarfile
-import zipfile
+import shutil
 from pathlib import Path
 
 import pytest
@@ -240,12 +239,8 @@ def test_a_public_layout_is_read_right_or_refused_by_name(
     for name in files_of(pattern):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"picture")
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        tar.add(root, ".")
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for file in sorted(root.rglob("*.*")):
-            if file.is_file():
-                archive.write(file, file.relative_to(root))
+    for form in ("tar", "zip"):
+        shutil.make_archive(str(tmp_path / "a"), form, root)
     if isinstance(expected, tuple):
         with caplog.at_level(logging.WARNING):
             for path in (root, tmp_path / "a.tar"):

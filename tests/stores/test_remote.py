@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pyarrow.fs
 import pytest
 import tars
-from foreign_lmdbs import DUMPS, write_values
+from foreign_lmdbs import DUMPS, write_entries, write_values
 from lmdb_extension import needs_extension
 from refused import store_refused
 from s3_server import FaultyProxy, first
@@ -289,12 +288,8 @@ def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(
         assert read["image"] == IMAGES and read["label"].tolist() == labels
         assert store.fingerprint == open_store(local).fingerprint
     for name in "ab":
-        with (
-            lmdb.open(str(tmp_path / name), subdir=False, lock=False) as env,
-            env.begin(write=True) as txn,
-        ):
-            txn.put(b"0", IMAGES[1])
-        put(tmp_path / name, f"{bucket}/lsun/{name}_train_lmdb/data.mdb")
+        written = write_entries(tmp_path / name, {b"0": IMAGES[1]})
+        put(written, f"{bucket}/lsun/{name}_train_lmdb/data.mdb")
     for address in (f"{bucket}/lsun", f"{bucket}/lsun/*_train_lmdb"):
         assert open_store(address).classes == ("a", "b")
 

@@ -10,6 +10,7 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import StoreError
+from raypipe.storage.files import write_bytes
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.stores import folder as folder_module
 from raypipe.stores import image_files, open_store
@@ -39,19 +40,13 @@ NAMES = [
 ]
 
 
-def put(address: str, content: bytes) -> None:
-    filesystem, path = open_filesystem(address)
-    with filesystem.open_output_stream(path) as target:
-        target.write(content)
-
-
 def write(root: Path, address: str, names: list[str] = NAMES) -> None:
     """The same files on a disk and in a bucket."""
     for number, name in enumerate(names):
         content = name.encode() * (1 + 50 * number)
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
-        put(join_address(address, *name.split("/")), content)
+        write_bytes(join_address(address, *name.split("/")), content)
 
 
 @pytest.mark.parametrize("folder", ["", "/train", "/data%20set/train/"])
@@ -80,7 +75,7 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
     write(tmp_path / "root", f"{bucket}/train")
     store = open_store(f"{bucket}/train")
     fingerprint = store.fingerprint
-    put(f"{bucket}/train/a/A.png", b"too late")
+    write_bytes(f"{bucket}/train/a/A.png", b"too late")
     sent = pickle.dumps(store)
 
     def never(address: str) -> None:
@@ -111,7 +106,7 @@ def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(
     assert store.read(np.arange(9))["image"] == [
         None if i == 3 else image for i, image in enumerate(images)
     ]
-    put(f"{bucket}/train/b/0.png", b"another")
+    write_bytes(f"{bucket}/train/b/0.png", b"another")
     with pytest.raises(
         StoreError,
         match=r"/train/b/0\.png has changed since the store was opened: \d+ bytes then, 7",

@@ -14,6 +14,8 @@ from raypipe.errors import StoreError
 from raypipe.stores.base import name_of
 from raypipe.stores.tar import TarStore
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 
 def add(
     tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object
@@ -27,7 +29,7 @@ def add(
     tar.addfile(member, io.BytesIO(content) if member.isreg() else None)
 
 
-def make(path: Path, *names: str, mode: str = "w") -> TarStore:
+def make(path: str, *names: str, mode: str = "w") -> TarStore:
     with tarfile.open(path, mode) as tar:
         for name in names:
             add(tar, name)
@@ -39,24 +41,22 @@ def names_of(store: TarStore) -> list[str]:
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_names_are_told_without_control_characters(tmp_path: Path, form: int) -> None:
+def test_names_are_told_without_control_characters(form: int) -> None:
     names = ["a/1.png", "a/\x1b[31m\n.png", f"a/{'z' * 300}.png"]
-    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+    with tarfile.open("x.tar", "w", format=form) as tar:
         for name in names:
             add(tar, name, b"")
             add(tar, f"{name[:-4]}.cls")
-    store = TarStore(tmp_path / "x.tar")
+    store = TarStore("x.tar")
     told = {
-        name_of(store, index).removeprefix(f"{tmp_path}/x.tar, ")
+        name_of(store, index).removeprefix(f"{store.address}, ")
         for index in range(len(names))
     }
     assert told == {"a/1", r"a/\x1b[31m\n", f"a/{'z' * 300}"}
 
 
-def test_odd_members_do_not_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "store"
+def test_odd_members_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path("store")
     folder.mkdir()
     with tarfile.open(folder / "a.tar", "w") as tar:
         add(tar, "a", type=tarfile.DIRTYPE)
@@ -76,11 +76,11 @@ def test_odd_members_do_not_count(
     assert names_of(store) == ["a/1.png", "a/1.png", "long"]
     left_out = "4 outside the tar by their names, 1 links to no member, 1 a FIFO"
     assert f"left out: {left_out}" in caplog.text
-    assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
+    assert [path.name for path in Path().rglob("*")] == ["store", "a.tar"]
 
 
-def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
+def test_a_member_too_large_for_an_image_is_a_missing_sample() -> None:
+    path = Path("a.tar")
     make(path, "a/1.png", "a/1.cls", "a/9.cls")
     member = tarfile.TarInfo("a/9.png")
     member.size = (8 << 30) - 1
@@ -92,29 +92,29 @@ def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_compressed(tmp_path: Path, mode: str) -> None:
+def test_compressed(mode: str) -> None:
     with pytest.raises(
         StoreError,
         match=r"a\.tar .*it is compressed, and must then be named \*\.tar\.gz",
     ):
-        len(make(tmp_path / "a.tar", "a/1.png", mode=mode))
+        len(make("a.tar", "a/1.png", mode=mode))
 
 
-def test_shrunk_after_opening(tmp_path: Path) -> None:
-    store = make(tmp_path / "a.tar", "a/1.png", "a/1.cls", "b/2.cls", "b/2.png")
+def test_shrunk_after_opening() -> None:
+    store = make("a.tar", "a/1.png", "a/1.cls", "b/2.cls", "b/2.png")
     assert len(store) == 2
-    os.truncate(tmp_path / "a.tar", 1024)
+    os.truncate("a.tar", 1024)
     assert store.read(np.array([0]))["image"] == [b"a/1.png"]
     with pytest.raises(StoreError, match="has become shorter"):
         store.read(np.array([1]))
 
 
-def test_close_closes_the_file(tmp_path: Path) -> None:
+def test_close_closes_the_file() -> None:
     def is_open() -> bool:
         links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
-        return tmp_path / "a.tar" in {link.readlink() for link in links}
+        return Path("a.tar").absolute() in {link.readlink() for link in links}
 
-    store = make(tmp_path / "a.tar", "a/1.png", "a/1.cls")
+    store = make("a.tar", "a/1.png", "a/1.cls")
     store.read(np.array([0]))
     assert is_open()
     store.close()

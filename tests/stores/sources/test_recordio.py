@@ -14,6 +14,8 @@ from refused import source_refused, source_rows
 from raypipe.errors import ConfigError
 from raypipe.stores.sources import Asked, open_source
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 DATA = Path(__file__).parents[1] / "data"
 MAGIC = struct.pack("<I", 0xCED7230A)
 
@@ -38,22 +40,20 @@ def test_labels_of_several_numbers_and_records_in_parts() -> None:
     assert hashes == json.loads((DATA / "jpegs.json").read_text())
 
 
-def test_the_index_gives_the_number_and_shows_a_cut_off_file(tmp_path: Path) -> None:
+def test_the_index_gives_the_number_and_shows_a_cut_off_file() -> None:
     for suffix in ("idx", "rec"):
-        shutil.copy(DATA / f"mxnet/one-label.{suffix}", tmp_path / f"a.{suffix}")
-    source = open_source(tmp_path / "a.rec")
+        shutil.copy(DATA / f"mxnet/one-label.{suffix}", f"a.{suffix}")
+    source = open_source("a.rec")
     assert source is not None and source.num_samples == 8
-    last = int((tmp_path / "a.idx").read_text().splitlines()[-1].split()[1])
-    (tmp_path / "a.rec").write_bytes((tmp_path / "a.rec").read_bytes()[:last])
-    source_refused(
-        r"has 7 records, and its \.idx names 8; copy it again", tmp_path / "a.rec"
-    )
-    (tmp_path / "a.idx").unlink()
-    assert len(source_rows(tmp_path / "a.rec")) == 7
+    last = int(Path("a.idx").read_text().splitlines()[-1].split()[1])
+    Path("a.rec").write_bytes(Path("a.rec").read_bytes()[:last])
+    source_refused(r"has 7 records, and its \.idx names 8; copy it again", "a.rec")
+    Path("a.idx").unlink()
+    assert len(source_rows("a.rec")) == 7
 
 
 def test_records_without_an_image_are_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """InsightFace's data sets have such records before and after their images."""
     records = [
@@ -61,30 +61,28 @@ def test_records_without_an_image_are_passed_over(
         record(0, 7.0, 1, [], b"a"),
         record(2, 0.0, 3, [1.0, 2.0], b""),
     ]
-    (tmp_path / "a.rec").write_bytes(b"".join(records))
-    assert source_rows(tmp_path / "a.rec") == [{"image": b"a", "id": 1, "label": 7}]
+    Path("a.rec").write_bytes(b"".join(records))
+    assert source_rows("a.rec") == [{"image": b"a", "id": 1, "label": 7}]
     assert "passed over 2 records without an image" in caplog.text
 
 
-def test_labels_of_objects_become_a_list_without_a_target(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").write_bytes(
+def test_labels_of_objects_become_a_list_without_a_target() -> None:
+    Path("a.rec").write_bytes(
         record(2, 0, 0, [1, 2], b"a") + record(3, 0, 1, [1, 2, 3], b"b")
     )
     source_refused(
         r"record 1, has 3 labels and others 2, .*set store\.target_column to ''",
-        tmp_path / "a.rec",
+        "a.rec",
     )
-    assert [row["labels"] for row in source_rows(tmp_path / "a.rec", label="")] == [
+    assert [row["labels"] for row in source_rows("a.rec", label="")] == [
         [1, 2],
         [1, 2, 3],
     ]
 
 
-def test_labels_that_are_no_whole_numbers_stay_floats(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").write_bytes(
-        record(0, 1.0, 0, [], b"a") + record(0, 2.5, 1, [], b"b")
-    )
-    labels = [row["label"] for row in source_rows(tmp_path / "a.rec")]
+def test_labels_that_are_no_whole_numbers_stay_floats() -> None:
+    Path("a.rec").write_bytes(record(0, 1.0, 0, [], b"a") + record(0, 2.5, 1, [], b"b"))
+    labels = [row["label"] for row in source_rows("a.rec")]
     assert labels == [1, 2.5] and isinstance(labels[0], int)
 
 
@@ -107,9 +105,9 @@ def test_labels_that_are_no_whole_numbers_stay_floats(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_recordio(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.rec").write_bytes(content)
-    source_refused(message, tmp_path / "a.rec")
+def test_what_is_no_recordio(content: bytes, message: str) -> None:
+    Path("a.rec").write_bytes(content)
+    source_refused(message, "a.rec")
 
 
 def test_columns_have_no_other_names() -> None:

@@ -17,6 +17,8 @@ from refused import source_refused, source_rows
 from raypipe.stores.sources import open_source, tfrecord
 from raypipe.stores.sources.tfrecord import _checksum, _example
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 DATA = Path(__file__).parents[1] / "data"
 
 
@@ -40,7 +42,8 @@ def example(**features: Any) -> bytes:
     return message.SerializeToString()
 
 
-def write(path: Path, *records: bytes) -> Path:
+def write(name: str, *records: bytes) -> Path:
+    path = Path(name)
     path.write_bytes(b"".join(map(framed, records)))
     return path
 
@@ -58,33 +61,24 @@ def test_imagenet_as_tensorflow_wrote_it(caplog: pytest.LogCaptureFixture) -> No
     assert rows[3]["image/object/bbox/xmin"] == pytest.approx([0.1, 0.2])
 
 
-def test_gzip_and_several_files_in_the_order_of_names(tmp_path: Path) -> None:
+def test_gzip_and_several_files_in_the_order_of_names() -> None:
     for number in range(3):
-        plain = write(
-            tmp_path / "x",
-            *(example(image=b"%d" % (10 * number + i), label=i) for i in range(2)),
-        )
-        (tmp_path / f"d-train.tfrecord-0000{number}-of-00003").write_bytes(
-            gzip.compress(plain.read_bytes())
-        )
-        plain.unlink()
+        records = [example(image=b"%d" % (10 * number + i)) for i in range(2)]
+        file = write(f"d-train.tfrecord-0000{number}-of-00003", *records)
+        file.write_bytes(gzip.compress(file.read_bytes()))
     expected = [b"0", b"1", b"10", b"11", b"20", b"21"]
-    for address in (
-        tmp_path,
-        f"{tmp_path}/d-train*",
-        f"{tmp_path}/d-train.tfrecord-{{00000..00002}}-of-00003",
-    ):
-        assert [row["image"] for row in source_rows(address)] == expected
+    for address in (".", "d-train*", "d-train.tfrecord-{00000..00002}-of-00003"):
+        assert [row["image"] for row in source_rows(address, label="")] == expected
 
 
-def test_class_names_of_tensorflow_datasets(tmp_path: Path) -> None:
-    write(tmp_path / "d-train.tfrecord-00000-of-00001", example(image=b"x", label=1))
-    (tmp_path / "label.labels.txt").write_text("cat\ndog\n")
-    source = open_source(tmp_path)
+def test_class_names_of_tensorflow_datasets() -> None:
+    write("d-train.tfrecord-00000-of-00001", example(image=b"x", label=1))
+    Path("label.labels.txt").write_text("cat\ndog\n")
+    source = open_source(".")
     assert source is not None and source.classes == ("cat", "dog")
 
 
-def test_features_become_columns_by_their_first_values(tmp_path: Path) -> None:
+def test_features_become_columns_by_their_first_values() -> None:
     first = example(
         image=b"\xff",
         label=1,
@@ -94,7 +88,7 @@ def test_features_become_columns_by_their_first_values(tmp_path: Path) -> None:
         masks=[b"\x80", b"\x81"],
     )
     second = example(image=b"\xfe", label=0, text=b"b", many=[], mask=b"\x81")
-    rows = source_rows(write(tmp_path / "a.tfrecord", first, second))
+    rows = source_rows(write("a.tfrecord", first, second))
     assert rows == [
         {
             "image": b"\xff",
@@ -107,9 +101,9 @@ def test_features_become_columns_by_their_first_values(tmp_path: Path) -> None:
     ]
 
 
-def test_other_names_of_image_and_label(tmp_path: Path) -> None:
+def test_other_names_of_image_and_label() -> None:
     file = write(
-        tmp_path / "a.tfrecord",
+        "a.tfrecord",
         example(image=b"x", img__raw=b"y", label=1, fine__label=2),
     )
     assert source_rows(file, "img/raw", "fine/label") == [{"image": b"y", "label": 2}]
@@ -119,29 +113,27 @@ def test_other_names_of_image_and_label(tmp_path: Path) -> None:
     )
 
 
-def test_a_label_that_is_missing_is_no_number(tmp_path: Path) -> None:
+def test_a_label_that_is_missing_is_no_number() -> None:
     records = [example(image=b"x", label=1), example(image=b"x")]
-    rows = source_rows(write(tmp_path / "a.tfrecord", *records))
+    rows = source_rows(write("a.tfrecord", *records))
     assert [row["label"] for row in rows] == [1, None]
 
 
 def test_a_feature_that_becomes_several_values_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tfrecord, "_PROBED_BYTES", 0)
     records = [example(image=b"x", label=1)] * 64 + [example(image=b"x", label=[1, 2])]
     source_refused(
         r"record 64: the feature 'label' was numbers, one in each .*: 2 values",
-        write(tmp_path / "a.tfrecord", *records),
+        write("a.tfrecord", *records),
     )
 
 
 def test_a_damaged_record_is_a_sample_without_an_image(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file = write(
-        tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(3))
-    )
+    file = write("a.tfrecord", *(example(image=b"image", label=i) for i in range(3)))
     content = bytearray(file.read_bytes())
     content[content.index(b"image", len(content) // 3 + 20)] ^= 1
     file.write_bytes(content)
@@ -152,56 +144,50 @@ def test_a_damaged_record_is_a_sample_without_an_image(
     assert "a.tfrecord, record 1: its checksum is wrong" in caplog.text
 
 
-def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
+def test_a_length_beyond_the_file_takes_no_memory() -> None:
     length = struct.pack("<Q", 400 << 20)
     header = length + _checksum(length)
-    (tmp_path / "a.tfrecord").write_bytes(
-        framed(example(image=b"x")) + header + b"x" * 100
-    )
-    source_refused(
-        "is truncated in record 1, of 419430400 bytes", tmp_path / "a.tfrecord"
-    )
+    Path("a.tfrecord").write_bytes(framed(example(image=b"x")) + header + b"x" * 100)
+    source_refused("is truncated in record 1, of 419430400 bytes", "a.tfrecord")
 
 
 @pytest.mark.parametrize("name", ["class", "image__label", "target", "cls"])
-def test_usual_names_of_labels_are_found(tmp_path: Path, name: str) -> None:
-    rows = source_rows(write(tmp_path / "a.tfrecord", example(image=b"x", **{name: 3})))
+def test_usual_names_of_labels_are_found(name: str) -> None:
+    rows = source_rows(write("a.tfrecord", example(image=b"x", **{name: 3})))
     assert rows == [{"image": b"x", "label": 3}]
 
 
-def test_a_feature_that_begins_late_is_a_column(tmp_path: Path) -> None:
+def test_a_feature_that_begins_late_is_a_column() -> None:
     late = example(image=b"x", label=1, text=b"a", score=2)
-    file = write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 99, late)
+    file = write("a.tfrecord", *[example(image=b"x", label=0)] * 99, late)
     rows = source_rows(file)
     assert [row["text"] for row in rows] == [None] * 99 + ["a"]
     assert math.isnan(rows[0]["score"]) and rows[-1]["score"] == 2.0
 
 
 def test_a_feature_that_begins_too_late_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tfrecord, "_PROBED_BYTES", 0)
     late = example(image=b"x", label=1, text=b"a")
     rows = source_rows(
-        write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 64, late, late)
+        write("a.tfrecord", *[example(image=b"x", label=0)] * 64, late, late)
     )
     assert len(rows) == 66 and "text" not in rows[-1]
     assert caplog.text.count("record 64: left out, as none of the first") == 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_raw_pixels_are_images_by_their_height_and_width(
-    tmp_path: Path, channels: int
-) -> None:
+def test_raw_pixels_are_images_by_their_height_and_width(channels: int) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (10, 12, channels), np.uint8)
     record = example(image_raw=pixels.tobytes(), height=10, width=12, label=1)
-    (row,) = source_rows(write(tmp_path / "a.tfrecord", record))
+    (row,) = source_rows(write("a.tfrecord", record))
     assert (row["image"] == pixels).all()
 
 
-def test_raw_pixels_of_unknown_sides_are_refused(tmp_path: Path) -> None:
+def test_raw_pixels_of_unknown_sides_are_refused() -> None:
     record = example(image_raw=bytes(range(256)) * 12, label=1)
     source_refused(
         "'image_raw' has 3,072 bytes in each record, a",
-        write(tmp_path / "a.tfrecord", record),
+        write("a.tfrecord", record),
     )

@@ -14,14 +14,16 @@ from refused import source_refused
 from raypipe.stores.sources import Asked, open_source
 from raypipe.stores.sources.format_source import Source
 
+pytestmark = pytest.mark.usefixtures("in_own_folder")
+
 
 def write(
-    path: Path, members: dict[str, bytes | str], method: int = zipfile.ZIP_DEFLATED
+    name: str, members: dict[str, bytes | str], method: int = zipfile.ZIP_DEFLATED
 ) -> Path:
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return path
+    with zipfile.ZipFile(name, "w", method) as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+    return Path(name)
 
 
 def opened(
@@ -34,12 +36,10 @@ def opened(
     return source, rows
 
 
-def test_several_zips_share_their_classes(tmp_path: Path) -> None:
-    write(tmp_path / "a-0.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
-    write(
-        tmp_path / "a-1.zip", {"cat/3.jpg": b"3", "dog/4.jpg": b"4"}, zipfile.ZIP_STORED
-    )
-    for address in (tmp_path, f"{tmp_path}/a-*.zip", f"{tmp_path}/a-{{0..1}}.zip"):
+def test_several_zips_share_their_classes() -> None:
+    write("a-0.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
+    write("a-1.zip", {"cat/3.jpg": b"3", "dog/4.jpg": b"4"}, zipfile.ZIP_STORED)
+    for address in (".", "a-*.zip", "a-{0..1}.zip"):
         source, rows = opened(address)
         assert source.classes == ("cat", "dog", "owl")
         assert [(row["image"], row["label"]) for row in rows] == [
@@ -50,8 +50,8 @@ def test_several_zips_share_their_classes(tmp_path: Path) -> None:
         ]
 
 
-def test_links_lead_to_members(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a"})
+def test_links_lead_to_members() -> None:
+    file = write("a.zip", {"cat/a.jpg": b"a"})
     with zipfile.ZipFile(file, "a") as archive:
         link = zipfile.ZipInfo("dog/link.jpg")
         link.external_attr = (stat.S_IFLNK | 0o777) << 16
@@ -62,7 +62,7 @@ def test_links_lead_to_members(tmp_path: Path) -> None:
     ]
 
 
-def test_pairs_as_in_a_tar(tmp_path: Path) -> None:
+def test_pairs_as_in_a_tar() -> None:
     members = {}
     for i in range(3):
         members |= {
@@ -71,7 +71,7 @@ def test_pairs_as_in_a_tar(tmp_path: Path) -> None:
             f"{i}.txt": f"text {i}",
             f"{i}.npy": b"n%d" % i,
         }
-    _, rows = opened(write(tmp_path / "a.zip", members))
+    _, rows = opened(write("a.zip", members))
     assert rows[2] == {
         "image": b"2",
         "label": 0,
@@ -85,12 +85,12 @@ def test_pairs_as_in_a_tar(tmp_path: Path) -> None:
         "b.jpg": b"b",
         "b.json": '{"label": 8, "id": 4}',
     }
-    _, rows = opened(write(tmp_path / "b.zip", by_json), "id")
+    _, rows = opened(write("b.zip", by_json), "id")
     assert [row["label"] for row in rows] == [3, 4]
 
 
-def test_images_alone_need_no_target(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"a.jpg": b"a", "b.jpg": b"b"})
+def test_images_alone_need_no_target() -> None:
+    file = write("a.zip", {"a.jpg": b"a", "b.jpg": b"b"})
     source_refused(
         r"has no labels: the layout is class/image\.jpg, or WebDataset's pairs", file
     )
@@ -100,8 +100,8 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
     ]
 
 
-def test_no_target_is_no_label(tmp_path: Path) -> None:
-    folders = write(tmp_path / "a.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
+def test_no_target_is_no_label() -> None:
+    folders = write("a.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
     source, rows = opened(folders, "")
     assert source.classes is None and rows[0] == {"image": b"1", "name": "cat/1.jpg"}
 
@@ -112,13 +112,13 @@ def test_no_target_is_no_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../cat/a.jpg", "/cat/a.jpg", "cat/../../a.jpg", "cat\\..\\a.jpg"]
 )
-def test_a_name_that_leads_out(tmp_path: Path, name: str) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a", name: b"x"})
+def test_a_name_that_leads_out(name: str) -> None:
+    file = write("a.zip", {"cat/a.jpg": b"a", name: b"x"})
     source_refused(r"a\.zip: '.*a\.jpg' leads out of the zip", file)
 
 
-def test_encryption_is_named(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a"})
+def test_encryption_is_named() -> None:
+    file = write("a.zip", {"cat/a.jpg": b"a"})
     content = bytearray(file.read_bytes())
     content[content.index(b"PK\x01\x02") + 8] |= (
         1  # the flags of the member in the directory
@@ -143,15 +143,15 @@ def _declaring(file: Path, num_bytes: int) -> Path:
         (1 << 20, "from 3: a zip bomb"),
     ],
 )
-def test_sizes_that_no_image_has(tmp_path: Path, num_bytes: int, message: str) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a"})
+def test_sizes_that_no_image_has(num_bytes: int, message: str) -> None:
+    file = write("a.zip", {"cat/a.jpg": b"a"})
     source_refused(rf"'cat/a\.jpg' .*{message}", _declaring(file, num_bytes))
 
 
-def test_members_that_overlap(tmp_path: Path) -> None:
+def test_members_that_overlap() -> None:
     """As in a zip bomb of D. Fifield: all members unpack the same bytes."""
     file = write(
-        tmp_path / "a.zip",
+        "a.zip",
         {"cat/a.jpg": b"a" * 500, "cat/b.jpg": b"a" * 500},
         zipfile.ZIP_STORED,
     )
@@ -162,11 +162,9 @@ def test_members_that_overlap(tmp_path: Path) -> None:
     source_refused(r"'cat/a\.jpg' overlaps 'cat/b\.jpg': a zip bomb", file)
 
 
-def test_a_damaged_member_is_a_bad_sample(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_member_is_a_bad_sample(caplog: pytest.LogCaptureFixture) -> None:
     file = write(
-        tmp_path / "a.zip",
+        "a.zip",
         {"cat/a.jpg": b"a" * 50, "cat/b.jpg": b"b"},
         zipfile.ZIP_STORED,
     )
@@ -177,8 +175,8 @@ def test_a_damaged_member_is_a_bad_sample(
     assert "'cat/a.jpg': Bad CRC-32" in caplog.text
 
 
-def test_names_of_windows_are_parted_by_backslashes(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.zip", {"cat\\a.jpg": b"a", "dog\\b.jpg": b"b"})
+def test_names_of_windows_are_parted_by_backslashes() -> None:
+    file = write("a.zip", {"cat\\a.jpg": b"a", "dog\\b.jpg": b"b"})
     source, rows = opened(file)
     assert source.classes == ("cat", "dog")
     assert rows == [

@@ -96,14 +96,16 @@ def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     )
 
 
+def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
+    params = np.tile(np.array([1, *box], np.int64), (num, 1))
+    out = np.zeros((num, *box[2:], 3), np.uint8)
+    return Job(np.array([[Op.CROP, 0]], np.int32), params, out)
+
+
 def run(data: bytes, box: tuple[int, int, int, int]) -> np.ndarray | None:
     """A box by the kernel, which decodes it alone; None: it refuses the file."""
-    out = np.zeros((1, *box[2:], 3), np.uint8)
-    ops, params = (
-        np.array([[Op.CROP, 0]], np.int32),
-        np.array([[1, *box]], np.int64),
-    )
-    return out[0] if kernel.run([data], [Job(ops, params, out)])[0] == DONE else None
+    job = crop_job(1, box)
+    return job.out[0] if kernel.run([data], [job])[0] == DONE else None
 
 
 def check_crops(num: int, by_file: int) -> None:
@@ -147,26 +149,14 @@ def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(
         flipped = bytearray(seekable)
         flipped[at] ^= int(RNG.integers(1, 256))
         damaged.append(bytes(flipped))
-    statuses = kernel.run(damaged, [crop_job(len(damaged), (0, 0, 5, 5))])
-    assert (statuses != DONE).all() and kernel.run(
-        [seekable], [crop_job(1, (0, 0, 5, 5))]
-    )[0] == DONE
-    for data in damaged:
-        with pytest.raises(SampleError):
-            decode(data)
-    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
-    for data in damaged:
-        with pytest.raises(SampleError):
-            decode(data)
-
-
-def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
-    params = np.tile(np.array([1, *box], np.int64), (num, 1))
-    return Job(
-        np.array([[Op.CROP, 0]], np.int32),
-        params,
-        np.zeros((num, *box[2:], 3), np.uint8),
-    )
+    box = (0, 0, 5, 5)
+    statuses = kernel.run(damaged, [crop_job(len(damaged), box)])
+    assert (statuses != DONE).all() and run(seekable, box) is not None
+    for reason in (jpeg.why_no_kernel(), "not built"):
+        monkeypatch.setattr(jpeg, "why_no_kernel", lambda reason=reason: reason)
+        for data in damaged:
+            with pytest.raises(SampleError):
+                decode(data)
 
 
 @pytest.mark.parametrize("size", [None, 16])

@@ -69,13 +69,12 @@ def test_broken_metadata_spoils_no_png(kind: str, behind: bool) -> None:
     "kind", ["IDAT", "PLTE", "tRNS", "IEND", "iDAT", "pLTE", "ABCD", "xyZw"]
 )
 def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
-    png = with_chunk(saved(PIXELS, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    wrong = png_chunk(kind, b"\0\0\0\0\0\0", checksum=1)
     for decoder in (decode, decode_array):
         with pytest.raises(SampleError, match="checksum"):
-            decoder(png)
-    mask = with_chunk(saved(MASK, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+            decoder(with_chunk(saved(PIXELS, "PNG"), wrong))
     with pytest.raises(SampleError, match="checksum"):
-        decode_mask(mask, MASK.shape)
+        decode_mask(with_chunk(saved(MASK, "PNG"), wrong), MASK.shape)
 
 
 def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
@@ -83,9 +82,8 @@ def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
     first, *others = (
         Image.fromarray(np.roll(PIXELS, number, 0)).convert(mode) for number in range(3)
     )
-    out = io.BytesIO()
-    first.save(out, "PNG", save_all=True, append_images=others, default_image=is_hidden)
-    return out.getvalue(), first
+    frames = {"append_images": others, "default_image": is_hidden}
+    return saved(first, "PNG", save_all=True, **frames), first
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
@@ -115,9 +113,7 @@ def test_metadata_turns_an_image_as_pillow_turns_it(
     if form.startswith("eXIf"):
         png = with_chunk(png, png_chunk("eXIf", body), behind="behind" in form)
     elif form == "WebP":
-        out = io.BytesIO()
-        Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=exif.tobytes())
-        png = out.getvalue()
+        png = saved(PIXELS, "WEBP", lossless=True, exif=exif.tobytes())
     elif form == "XMP":
         info = PngImagePlugin.PngInfo()
         info.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')
@@ -133,6 +129,5 @@ def test_metadata_turns_an_image_as_pillow_turns_it(
 
 
 def test_broken_exif_spoils_no_webp() -> None:
-    out = io.BytesIO()
-    Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=b"Exif\0\0garbage")
-    assert np.array_equal(decode(out.getvalue(), exif=True), PIXELS)
+    webp = saved(PIXELS, "WEBP", lossless=True, exif=b"Exif\0\0garbage")
+    assert np.array_equal(decode(webp, exif=True), PIXELS)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 
 from raypipe.kernel import Program, Step, native_step
 from raypipe.kernel.draws import integers, uniforms

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import cv2
 import numpy as np
 import pytest
 import yaml
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 
 from raypipe.errors import ConfigError
 from raypipe.transform.sample_transform import SampleTransform

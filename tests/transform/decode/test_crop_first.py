@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
+import pytest
 import torchvision
 from torchvision.transforms import v2
 

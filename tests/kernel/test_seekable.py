@@ -7,7 +7,7 @@ csrc/jpeg_transcode.h             from any JPEG that the kernel decodes
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -79,13 +79,6 @@ def without_jfif(data: bytes) -> bytes:
     return data[:2] + data[20:]
 
 
-def files(num: int) -> Iterator[tuple[str, bytes]]:
-    for number in range(num):
-        size = (int(side) for side in RNG.integers(1, 150, 2))
-        name = list(KINDS)[number // 2 % len(KINDS)]
-        yield name, KINDS[name]((smooth, noise)[number // 2 // len(KINDS) % 2](*size))
-
-
 def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     top, left = int(RNG.integers(height)), int(RNG.integers(width))
     return (
@@ -108,35 +101,25 @@ def run(data: bytes, box: tuple[int, int, int, int]) -> np.ndarray | None:
     return job.out[0] if kernel.run([data], [job])[0] == DONE else None
 
 
-def check_crops(num: int, by_file: int) -> None:
-    from _raypipe_kernel import set_simd
-
-    for number, (name, data) in enumerate(files(num // by_file)):
-        # without vector instructions by libjpeg, with them without it
-        set_simd(2 * (number % 2))
+@pytest.mark.parametrize("simd", [0, 2], indirect=True)
+@pytest.mark.parametrize("make", [smooth, noise])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_crops_of_all_kinds_are_those_of_the_original(
+    kind: str, make: Callable[[int, int], np.ndarray], simd: int
+) -> None:
+    """Without vector instructions by libjpeg, with them without it."""
+    for height, width in RNG.integers(1, 150, (3, 2)).tolist():
+        data = KINDS[kind](make(height, width))
         seekable = kernel.to_seekable(data)
         whole = simplejpeg.decode_jpeg(data, "RGB")
-        assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole), name
-        for _ in range(by_file):
-            box = random_box(*whole.shape[:2])
-            top, left, height, width = box
+        assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
+        for _ in range(5):
+            box = random_box(height, width)
+            top, left, rows, columns = box
             part = run(seekable, box)
-            assert part is not None, (name, whole.shape, box)
-            assert np.array_equal(
-                part, whole[top : top + height, left : left + width]
-            ), (name, whole.shape, box)
-
-
-@pytest.fixture(autouse=True)
-def all_vector_instructions() -> Iterator[None]:
-    from _raypipe_kernel import set_simd
-
-    yield
-    set_simd(2)
-
-
-def test_all_crops_of_all_kinds_are_those_of_the_original() -> None:
-    check_crops(700, 5)
+            assert part is not None, (whole.shape, box)
+            expected = whole[top : top + rows, left : left + columns]
+            assert np.array_equal(part, expected), (whole.shape, box)
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "gray", "RGB", "progressive", "EXIF alone"])

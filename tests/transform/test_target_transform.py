@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from albumentations.pytorch import ToTensorV2
 from image_files import saved
+from jpeg_headers import exif
 from micro_batches import (
     EncodedSample,
     MicroBatchTransform,
@@ -266,9 +267,7 @@ def turned(orientation: int, kind: str) -> tuple[EncodedSample, EncodedSample]:
     """A scene as an upright picture, and as a photo that is stored turned; both with the upright one's targets."""
     sides = (256, 192) if orientation < 5 else (192, 256)
     noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    photo = saved(cv2.resize(noise, sides), kind, exif=exif)
+    photo = saved(cv2.resize(noise, sides), kind, exif=exif(orientation))
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(photo)))
     points = {"points": [[30, 40, 1], [200, 100, 2]]}
     scene = SCENES[3]._replace(columns={**SCENES[3].columns, **points})

@@ -11,6 +11,7 @@ import numpy as np
 import pillow_heif
 import pytest
 from image_files import saved
+from jpeg_headers import exif
 from PIL import AvifImagePlugin, Image
 
 from raypipe.errors import ConfigError, SampleError
@@ -23,11 +24,10 @@ PIXELS = np.stack([X * 4 % 256, Y * 6 % 256, (X + Y) % 256], 2).astype(np.uint8)
 
 
 def encoded(kind: str, pixels: np.ndarray = PIXELS, orientation: int = 1) -> bytes:
-    image, out, exif = Image.fromarray(pixels), io.BytesIO(), Image.Exif()
-    exif[0x0112] = orientation
+    image, out = Image.fromarray(pixels), io.BytesIO()
     if kind == "AVIF":
-        return saved(image, "AVIF", exif=exif)
-    image.info["exif"] = exif.tobytes()
+        return saved(image, "AVIF", exif=exif(orientation))
+    image.info["exif"] = exif(orientation)
     pillow_heif.from_pillow(image).save(out)
     return out.getvalue()
 

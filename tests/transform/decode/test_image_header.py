@@ -10,6 +10,7 @@ import io
 import numpy as np
 import pytest
 from image_files import png_chunk, saved
+from jpeg_headers import exif
 from PIL import Image, ImageOps, PngImagePlugin
 
 from raypipe.errors import SampleError
@@ -106,21 +107,17 @@ def test_an_animation_is_its_picture_for_programs_without_animations(
 def test_metadata_turns_an_image_as_pillow_turns_it(
     form: str, orientation: int
 ) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    body = exif.tobytes()[6:]
-    png = saved(PIXELS, "PNG")
+    turning, png = exif(orientation), saved(PIXELS, "PNG")
     if form.startswith("eXIf"):
-        png = with_chunk(png, png_chunk("eXIf", body), behind="behind" in form)
+        png = with_chunk(png, png_chunk("eXIf", turning[6:]), behind="behind" in form)
     elif form == "WebP":
-        png = saved(PIXELS, "WEBP", lossless=True, exif=exif.tobytes())
+        png = saved(PIXELS, "WEBP", lossless=True, exif=turning)
     elif form == "XMP":
         info = PngImagePlugin.PngInfo()
         info.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')
         png = saved(PIXELS, "PNG", pnginfo=info)
     else:
-        profile = exif.tobytes()
-        text = f"\nexif\n{len(profile):8}\n{profile.hex()}\n".encode()
+        text = f"\nexif\n{len(turning):8}\n{turning.hex()}\n".encode()
         png = with_chunk(png, png_chunk("tEXt", b"Raw profile type exif\0" + text))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(png))))
     assert np.array_equal(decode(png, exif=True), expected)

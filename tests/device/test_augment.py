@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import kornia.augmentation as K  # noqa: N812
 import numpy as np
 import pytest
 import torch
@@ -90,11 +91,21 @@ def test_strength_zero_leaves_images_as_they_are(preset: Any) -> None:
     torch.testing.assert_close(out, Normalize(config, CPU)(image), **tolerance)
 
 
-def test_strength_scales_the_share_of_rows_that_an_operation_changes() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        AugmentConfig(ops=[{"op": "RandomInvert", "p": 0.8}]),
+        AugmentConfig(module=torch.nn.Sequential(K.RandomInvert(p=0.8))),
+    ],
+    ids=["ops", "module"],
+)
+def test_strength_scales_the_share_of_rows_that_an_operation_changes(
+    config: AugmentConfig,
+) -> None:
     image = images(512, 4, 4)
-    config = AugmentConfig(ops=[{"op": "RandomInvert", "p": 0.8}])
     plain = Normalize(config, CPU)(image)
-    for strength in (1.0, 0.5, 0.25):
+    # rising, so that a probability that was not put back would be seen
+    for strength in (0.0, 0.25, 0.5, 1.0):
         out, _ = run(config, image, strength=strength)
         changed = (out - plain).abs().amax((1, 2, 3)) > 1e-3
         assert float(changed.float().mean()) == pytest.approx(0.8 * strength, abs=0.06)
@@ -111,11 +122,10 @@ def test_the_input_is_not_written_to() -> None:
 
 
 def apply(
-    config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0
+    config: AugmentConfig, image: torch.Tensor, strength: float = 1.0
 ) -> torch.Tensor:
     whole = replace(config, mean=PLAIN.mean, std=PLAIN.std)
-    augmented: torch.Tensor = run(whole, image, seed, strength)[0]
-    return augmented
+    return run(whole, image, seed=0, strength=strength)[0]
 
 
 def test_operations_run_in_order() -> None:
@@ -132,12 +142,11 @@ def test_operations_run_in_order() -> None:
 
 
 def test_own_operations_follow_those_of_the_preset() -> None:
-    whole = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    ops = [{"op": "RandomInvert", "p": 1.0}]
     for preset in ("light", "standard"):
-        light, _ = run(AugmentConfig(preset=preset, **whole), images())
-        ops = [{"op": "RandomInvert", "p": 1.0}]
-        inverted, _ = run(AugmentConfig(preset=preset, ops=ops, **whole), images())
-        torch.testing.assert_close(inverted, 1 - light)
+        plain = apply(AugmentConfig(preset=preset), images())
+        inverted = apply(AugmentConfig(preset=preset, ops=ops), images())
+        torch.testing.assert_close(inverted, 1 - plain)
 
 
 def test_a_policy_is_applied_to_as_large_a_share_of_rows_as_the_strength() -> None:
@@ -293,11 +302,11 @@ def test_the_strength_rises_holds_and_falls() -> None:
 
 
 def test_a_number_is_the_strength_of_the_whole_run() -> None:
-    for strength in (1, 0.5):
-        config = AugmentConfig() if strength == 1 else AugmentConfig(strength=strength)
-        assert [config.strength_at(progress) for progress in (0, 0.5, 0.999)] == [
-            strength
-        ] * 3
+    for config, strength in (
+        (AugmentConfig(), 1),
+        (AugmentConfig(strength=0.5), 0.5),
+    ):
+        assert {config.strength_at(at) for at in (0, 0.5, 0.999)} == {strength}
 
 
 def test_ramps_that_overlap_are_refused() -> None:

@@ -27,24 +27,18 @@ from raypipe.transform.device_input import IMAGES
 ALL = np.ones(4, bool)
 
 
-def images(rows: int = 4, size: int = 4) -> torch.Tensor:
+def images(rows: int = 4) -> torch.Tensor:
     """Row i is i + 1 everywhere."""
-    return (
-        torch.arange(1.0, rows + 1)
-        .view(-1, 1, 1, 1)
-        .expand(rows, 3, size, size)
-        .clone()
-    )
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(seed))
+    return torch.arange(1.0, rows + 1).view(-1, 1, 1, 1).expand(rows, 3, 4, 4).clone()
 
 
 def draws(
     config: AugmentConfig, number: int = 2000, strength: float = 1.0
 ) -> list[MixPlan | None]:
-    return [draw_mix(config, rng(seed), 32, 32, strength) for seed in range(number)]
+    return [
+        draw_mix(config, np.random.default_rng(seed), 32, 32, strength)
+        for seed in range(number)
+    ]
 
 
 def test_mixup_by_hand() -> None:

@@ -25,6 +25,8 @@ IMAGENET = Ending(
     "Normalize", "float32", AugmentConfig.mean, AugmentConfig.std, normalizes=True
 )
 NORMALIZE = Ending("Normalize", "float32", (0.5,) * 3, (0.25,) * 3, normalizes=True)
+FLOATS = Ending("ToDtype", "float32", (0.0,) * 3, (1.0,) * 3, normalizes=False)
+NORMALIZING = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
 
 
 def batch(split: Split = "train", step: int = 0) -> Batch:
@@ -45,26 +47,22 @@ def test_without_an_ending_and_augmentation_a_batch_stays_as_it_is() -> None:
     assert stage(IMAGES)(given, 1.0) is given and stage(IMAGES).augment is None
 
 
-def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> None:
-    endings: dict[Split, Ending] = {"train": NORMALIZE, "val": NORMALIZE}
-    of_stream = IMAGES._replace(endings=endings)
-    for split in endings:
+@pytest.mark.parametrize(
+    ("ending", "augment"),
+    [
+        (NORMALIZE, None),
+        (NORMALIZE, AugmentConfig()),
+        (FLOATS, AugmentConfig(module=NORMALIZING)),
+    ],
+    ids=["an ending alone", "an ending and augmentation", "a module"],
+)
+def test_both_splits_are_normalized_by(ending: Ending, augment: Any) -> None:
+    splits: list[Split] = ["train", "val"]
+    finish = stage(IMAGES._replace(endings=dict.fromkeys(splits, ending)), augment)
+    for split in splits:
         given = batch(split)
         expected = (given.image.float() / 255 - 0.5) / 0.25
-        for augment in (None, AugmentConfig()):
-            image = stage(of_stream, augment)(given, 1.0).image
-            torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_normalization_of_a_module_is_that_of_validations_too() -> None:
-    floats = Ending("ToDtype", "float32", (0.0,) * 3, (1.0,) * 3, normalizes=False)
-    module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
-    endings: dict[Split, Ending] = {"train": floats, "val": floats}
-    of_both = stage(IMAGES._replace(endings=endings), AugmentConfig(module=module))
-    for split in endings:
-        given = batch(split)
-        expected = (given.image.float() / 255 - 0.5) / 0.25
-        image = of_both(given, 1.0).image
+        image = finish(given, 1.0).image
         torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -105,8 +103,7 @@ def test_two_normalizations_are_refused_at_once() -> None:
 
 
 def test_a_pipeline_and_a_module_that_end_with_other_numbers_are_refused() -> None:
-    module = torch.nn.Sequential(v2.Normalize([0.5] * 3, [0.25] * 3))
-    augment = AugmentConfig(module=module)
+    augment = AugmentConfig(module=NORMALIZING)
     equal = stage(IMAGES._replace(endings={"train": NORMALIZE}), augment)
     assert equal.augment.normalizes
     other = stage(IMAGES._replace(endings={"train": IMAGENET}), augment)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 
 from raypipe.kernel import Program, follow, native_step
 from raypipe.transform.sample_transform import SampleTransform

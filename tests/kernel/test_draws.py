@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 
 from raypipe.kernel import Program, Step, native_step
 from raypipe.kernel.draws import integers, uniforms
@@ -62,20 +59,21 @@ def test_integers_reach_both_ends_alike() -> None:
     assert np.abs(counts[2:] / NUM - 0.2).max() < 0.01
 
 
-def drawn(step: Step, sizes: np.ndarray) -> np.ndarray:
-    """The parameters of a step, float64 (NUM, n), in its own order."""
-    numbers = step.draw(uniforms(KEYS, step.num_uniforms), sizes)
+def drawn(transform: Any) -> np.ndarray:
+    """The parameters of a transform's native step, float64 (NUM, n), in its own order."""
+    step = native(transform)
+    numbers = step.draw(uniforms(KEYS, step.num_uniforms), SIZES)
     columns = [
         np.broadcast_to(part, (NUM,)) if np.ndim(part) < 2 else part for part in numbers
     ]
     return np.column_stack(columns).astype(np.float64)
 
 
-def of_library(transform: Any, sizes: np.ndarray) -> list[dict[str, Any]]:
-    """What the library draws for images of these sizes."""
+def of_library(transform: Any) -> list[dict[str, Any]]:
+    """What the library draws for images of the first SIZES."""
     transform.set_random_state(np.random.default_rng(3), random.Random(3))
     found = []
-    for size in sizes[:NUM_OF_LIBRARY].tolist():
+    for size in SIZES[:NUM_OF_LIBRARY].tolist():
         params = transform.get_params()
         data = (
             {"image": np.broadcast_to(np.uint8(0), (*size, 3))}
@@ -92,6 +90,11 @@ def native(transform: Any) -> Step:
     step = native_step(type(transform).__name__, vars(transform))
     assert step is not None
     return step
+
+
+def first_hole(params: dict[str, Any]) -> dict[str, int]:
+    edges = params["holes"][0].tolist()
+    return dict(zip(("left", "top", "right", "bottom"), edges, strict=True))
 
 
 SIZES = np.random.default_rng(1).integers(40, 700, (NUM, 2))
@@ -145,27 +148,12 @@ SIZES = np.random.default_rng(1).integers(40, 700, (NUM, 2))
         (
             A.CoarseDropout((2, 5), (0.1, 0.3), (0.2, 0.25), p=1),
             {"num": 3, "top": 4, "left": 5, "bottom": 6, "right": 7},
-            lambda p: {
-                "num": len(p["holes"]),
-                **dict(
-                    zip(
-                        ("left", "top", "right", "bottom"),
-                        p["holes"][0].tolist(),
-                        strict=True,
-                    )
-                ),
-            },
+            lambda p: {"num": len(p["holes"]), **first_hole(p)},
         ),
         (
             A.CoarseDropout((1, 1), (5, 30), (3, 20), p=1),
             {"top": 4, "left": 5, "bottom": 6, "right": 7},
-            lambda p: dict(
-                zip(
-                    ("left", "top", "right", "bottom"),
-                    p["holes"][0].tolist(),
-                    strict=True,
-                )
-            ),
+            first_hole,
         ),
         (
             A.RandomRotate90(p=1),
@@ -180,15 +168,11 @@ SIZES = np.random.default_rng(1).integers(40, 700, (NUM, 2))
 def test_steps_draw_from_the_distributions_of_the_library(
     transform: Any, ours: Any, theirs: Any
 ) -> None:
-    numbers = drawn(native(transform), SIZES)
-    library = [theirs(params) for params in of_library(transform, SIZES)]
+    numbers = drawn(transform)
+    library = [theirs(params) for params in of_library(transform)]
     for name, column in ours.items():
-        assert (
-            distance(
-                numbers[:, column], np.array([each[name] for each in library], float)
-            )
-            < BOUND
-        ), name
+        values = np.array([each[name] for each in library], float)
+        assert distance(numbers[:, column], values) < BOUND, name
 
 
 def test_affine_draws_the_librarys_matrices() -> None:
@@ -200,9 +184,9 @@ def test_affine_draws_the_librarys_matrices() -> None:
         {"x": (-5, 10), "y": 3},
         p=1,
     )
-    forward = np.stack([params["matrix"] for params in of_library(transform, SIZES)])
+    forward = np.stack([params["matrix"] for params in of_library(transform)])
     theirs = np.linalg.inv(forward)[:, :2].reshape(-1, 6)
-    ours = drawn(native(transform), SIZES)[:, :6] / 2**32
+    ours = drawn(transform)[:, :6] / 2**32
     for column in range(6):
         assert distance(ours[:, column], theirs[:, column]) < BOUND
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,51 +69,41 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=[0, 2], ids=["libjpeg", "avx2"])
-def simd(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The most vector instructions that the kernel may use: its own decoder is by AVX2."""
-    module = pytest.importorskip("_raypipe_kernel")
-    module.set_simd(request.param)
-    yield
-    module.set_simd(2)
+BY_LIBJPEG_AND_AVX2 = pytest.mark.parametrize("simd", [0, 2], indirect=True)
+"""The kernel's own decoder is by AVX2."""
 
 
-@needs_extension
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, simd: None
-) -> None:
+@pytest.fixture
+def by_kernel_alone(monkeypatch: pytest.MonkeyPatch, simd: int) -> None:
     monkeypatch.setattr(
         jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
     )
+
+
+@needs_extension
+@BY_LIBJPEG_AND_AVX2
+@pytest.mark.usefixtures("by_kernel_alone")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
+    options: dict[str, Any],
+) -> None:
     for make, (height, width) in itertools.product(
         (noise, smooth), [(8, 8), (61, 77), (130, 95)]
     ):
         image = make(height, width)
-        for mode, subsampling in [
-            ("L", None),
-            *(("RGB", subsampling) for subsampling in SUBSAMPLINGS),
-        ]:
-            data = saved(
-                image,
-                "JPEG",
-                mode,
-                **options,
-                **({"subsampling": subsampling} if subsampling else {}),
-            )
+        assert_pixels_of_simplejpeg(saved(image, "JPEG", "L", **options))
+        for subsampling in SUBSAMPLINGS:
+            data = saved(image, subsampling=subsampling, **options)
             assert_pixels_of_simplejpeg(data)
 
 
 @needs_extension
+@BY_LIBJPEG_AND_AVX2
+@pytest.mark.usefixtures("by_kernel_alone")
 @pytest.mark.parametrize("step", [2, 5, 8, 16, 40, 100, 255])
 @pytest.mark.parametrize("contrast", [8, 64, 255])
-def test_samples_out_of_range_are_those_of_simplejpeg(
-    contrast: int, step: int, monkeypatch: pytest.MonkeyPatch, simd: None
-) -> None:
+def test_samples_out_of_range_are_those_of_simplejpeg(contrast: int, step: int) -> None:
     """Coefficients are multiplied by more than the encoder divided them by, up to where 16 bits overflow."""
-    monkeypatch.setattr(
-        jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
-    )
     image = (128 + (noise(64, 80) / 255 - 0.5) * contrast).astype(np.uint8)
     for subsampling in SUBSAMPLINGS:
         data = bytearray(saved(image, quality=100, subsampling=subsampling))

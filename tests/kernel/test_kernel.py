@@ -10,6 +10,7 @@ jpeg_crop.h and jpeg_huffman.h: test_jpeg_extension.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cv2
@@ -19,48 +20,26 @@ import simplejpeg
 from fuzz_kernel import fuzz_run
 
 from raypipe import kernel
-from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, reference
-from raypipe.kernel import Op as Code
-from raypipe.kernel.reference import OPERATIONS
+from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, Op, extension, reference
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
 )
 
-CROP, RESIZE, PAD = tuple(Code)[:3]
-Op = tuple[int, list[int]]
+CROP, RESIZE, PAD = tuple(Op)[:3]
 
 
 def noise(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     return rng.integers(0, 256, (height, width, 3), np.uint8)
 
 
-def job(out: np.ndarray, *programs: list[Op]) -> Job:
-    """A program for each image, of the same operations."""
-    ops, rows, at = [], [[] for _ in programs], 0
-    for number, (code, params) in enumerate(programs[0]):
-        ops.append([code, at])
-        for row, program in zip(rows, programs, strict=True):
-            row += [1, *program[number][1]]
-        at += 1 + len(params)
-    params = np.array(rows, np.int64).reshape(len(programs), -1)
-    return Job(np.array(ops, np.int32).reshape(-1, 2), params, out)
-
-
-def one(image: Any, program: list[Op], size: tuple[int, int]) -> np.ndarray | int:
-    """The image, made between guard bytes; or the status."""
+def one(image: Any, op: Op, params: list[int], size: Sequence[int]) -> Any:
+    """The image by one operation, made between guard bytes; or the status."""
     memory = np.full((3, *size, 3), 77, np.uint8)
-    status = kernel.run([image], [job(memory[1:2], program)])[0]
+    ops, row = np.array([[op, 0]], np.int32), np.array([[1, *params]], np.int64)
+    status = kernel.run([image], [Job(ops, row, memory[1:2])])[0]
     assert (memory[[0, 2]] == 77).all()
-    return memory[1] if status == 0 else int(status)
-
-
-def check(image: np.ndarray, program: list[Op]) -> None:
-    expected = image
-    for code, params in program:
-        expected = OPERATIONS[code](expected, params)
-    result = one(image, program, expected.shape[:2])
-    assert np.array_equal(result, expected), (image.shape, program)
+    return memory[1] if status == kernel.DONE else int(status)
 
 
 def test_resize_is_that_of_opencv_to_the_bit_at_all_sizes(simd: int) -> None:
@@ -70,31 +49,22 @@ def test_resize_is_that_of_opencv_to_the_bit_at_all_sizes(simd: int) -> None:
         source, result = rng.integers(1, largest, 2), rng.integers(1, largest, 2)
         if number % 6 == 0:
             source = result * 2
-        image = noise(rng, *source)
+        image, size = noise(rng, *source), result.tolist()
         for interpolation in (NEAREST, LINEAR):
-            expected = cv2.resize(
-                image, tuple(map(int, result[::-1])), interpolation=interpolation
-            )
-            program: list[Op] = [(RESIZE, [*map(int, result), interpolation])]
-            assert np.array_equal(one(image, program, expected.shape[:2]), expected), (
-                source,
-                result,
-            )
+            expected = cv2.resize(image, size[::-1], interpolation=interpolation)
+            found = one(image, RESIZE, [*size, interpolation], size)
+            assert np.array_equal(found, expected), (source, result)
 
 
 def test_cubic_is_that_of_the_reference_and_within_a_level_of_opencv(simd: int) -> None:
     rng = np.random.default_rng(simd)
     for number in range(150):
-        source, (height, width) = (
-            rng.integers(1, 90, 2),
-            map(int, rng.integers(1, 4 if number % 5 == 0 else 90, 2)),
-        )
-        image = noise(rng, *source)
-        check(image, [(RESIZE, [height, width, CUBIC])])
-        exact = cv2.resize(
-            image, (width, height), interpolation=cv2.INTER_CUBIC
-        ).astype(int)
-        assert abs(reference.resize(image, [height, width, CUBIC]) - exact).max() <= 1
+        image = noise(rng, *rng.integers(1, 90, 2))
+        size = rng.integers(1, 4 if number % 5 == 0 else 90, 2).tolist()
+        expected = reference.resize(image, [*size, CUBIC])
+        assert np.array_equal(one(image, RESIZE, [*size, CUBIC], size), expected)
+        exact = cv2.resize(image, size[::-1], interpolation=cv2.INTER_CUBIC)
+        assert abs(expected - exact.astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize("border", range(5))
@@ -102,11 +72,11 @@ def test_pad_is_that_of_opencv(border: int) -> None:
     rng = np.random.default_rng(border)
     for size in ((1, 1), (1, 5), (3, 1), (6, 7)):
         image, sides = noise(rng, *size), [int(side) for side in rng.integers(0, 20, 4)]
+        params = [*sides, border, 9, 8, 7]
         expected = cv2.copyMakeBorder(image, *sides, border, value=(9, 8, 7))
-        assert np.array_equal(reference.pad(image, [*sides, border, 9, 8, 7]), expected)
-        assert np.array_equal(
-            one(image, [(PAD, [*sides, border, 9, 8, 7])], expected.shape[:2]), expected
-        )
+        assert np.array_equal(reference.pad(image, params), expected)
+        found = one(image, PAD, params, expected.shape[:2])
+        assert np.array_equal(found, expected)
 
 
 def test_an_operation_that_does_not_apply_and_a_wrong_size() -> None:
@@ -166,4 +136,4 @@ def test_codes_of_the_longest_values_are_skipped(simd: int, sampling: str) -> No
         )
         data = simplejpeg.encode_jpeg(image, 100, "RGB", sampling)
         expected = simplejpeg.decode_jpeg(data, "RGB")[210:250, 3:43]
-        assert np.array_equal(one(data, [(CROP, [210, 3, 40, 40])], (40, 40)), expected)
+        assert np.array_equal(one(data, CROP, [210, 3, 40, 40], (40, 40)), expected)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import cv2
 import numpy as np
 import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 from albumentations.augmentations.blur import functional as fblur
 from albumentations.augmentations.pixel import functional as fpixel
 

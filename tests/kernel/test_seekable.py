@@ -7,7 +7,7 @@ csrc/jpeg_transcode.h             from any JPEG that the kernel decodes
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -79,13 +79,6 @@ def without_jfif(data: bytes) -> bytes:
     return data[:2] + data[20:]
 
 
-def files(num: int) -> Iterator[tuple[str, bytes]]:
-    for number in range(num):
-        size = (int(side) for side in RNG.integers(1, 150, 2))
-        name = list(KINDS)[number // 2 % len(KINDS)]
-        yield name, KINDS[name]((smooth, noise)[number // 2 // len(KINDS) % 2](*size))
-
-
 def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     top, left = int(RNG.integers(height)), int(RNG.integers(width))
     return (
@@ -96,45 +89,37 @@ def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     )
 
 
+def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
+    params = np.tile(np.array([1, *box], np.int64), (num, 1))
+    out = np.zeros((num, *box[2:], 3), np.uint8)
+    return Job(np.array([[Op.CROP, 0]], np.int32), params, out)
+
+
 def run(data: bytes, box: tuple[int, int, int, int]) -> np.ndarray | None:
     """A box by the kernel, which decodes it alone; None: it refuses the file."""
-    out = np.zeros((1, *box[2:], 3), np.uint8)
-    ops, params = (
-        np.array([[Op.CROP, 0]], np.int32),
-        np.array([[1, *box]], np.int64),
-    )
-    return out[0] if kernel.run([data], [Job(ops, params, out)])[0] == DONE else None
+    job = crop_job(1, box)
+    return job.out[0] if kernel.run([data], [job])[0] == DONE else None
 
 
-def check_crops(num: int, by_file: int) -> None:
-    from _raypipe_kernel import set_simd
-
-    for number, (name, data) in enumerate(files(num // by_file)):
-        # without vector instructions by libjpeg, with them without it
-        set_simd(2 * (number % 2))
+@pytest.mark.parametrize("simd", [0, 2], indirect=True)
+@pytest.mark.parametrize("make", [smooth, noise])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_crops_of_all_kinds_are_those_of_the_original(
+    kind: str, make: Callable[[int, int], np.ndarray], simd: int
+) -> None:
+    """Without vector instructions by libjpeg, with them without it."""
+    for height, width in RNG.integers(1, 150, (3, 2)).tolist():
+        data = KINDS[kind](make(height, width))
         seekable = kernel.to_seekable(data)
         whole = simplejpeg.decode_jpeg(data, "RGB")
-        assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole), name
-        for _ in range(by_file):
-            box = random_box(*whole.shape[:2])
-            top, left, height, width = box
+        assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
+        for _ in range(5):
+            box = random_box(height, width)
+            top, left, rows, columns = box
             part = run(seekable, box)
-            assert part is not None, (name, whole.shape, box)
-            assert np.array_equal(
-                part, whole[top : top + height, left : left + width]
-            ), (name, whole.shape, box)
-
-
-@pytest.fixture(autouse=True)
-def all_vector_instructions() -> Iterator[None]:
-    from _raypipe_kernel import set_simd
-
-    yield
-    set_simd(2)
-
-
-def test_all_crops_of_all_kinds_are_those_of_the_original() -> None:
-    check_crops(700, 5)
+            assert part is not None, (whole.shape, box)
+            expected = whole[top : top + rows, left : left + columns]
+            assert np.array_equal(part, expected), (whole.shape, box)
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "gray", "RGB", "progressive", "EXIF alone"])
@@ -147,26 +132,14 @@ def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(
         flipped = bytearray(seekable)
         flipped[at] ^= int(RNG.integers(1, 256))
         damaged.append(bytes(flipped))
-    statuses = kernel.run(damaged, [crop_job(len(damaged), (0, 0, 5, 5))])
-    assert (statuses != DONE).all() and kernel.run(
-        [seekable], [crop_job(1, (0, 0, 5, 5))]
-    )[0] == DONE
-    for data in damaged:
-        with pytest.raises(SampleError):
-            decode(data)
-    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
-    for data in damaged:
-        with pytest.raises(SampleError):
-            decode(data)
-
-
-def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
-    params = np.tile(np.array([1, *box], np.int64), (num, 1))
-    return Job(
-        np.array([[Op.CROP, 0]], np.int32),
-        params,
-        np.zeros((num, *box[2:], 3), np.uint8),
-    )
+    box = (0, 0, 5, 5)
+    statuses = kernel.run(damaged, [crop_job(len(damaged), box)])
+    assert (statuses != DONE).all() and run(seekable, box) is not None
+    for reason in (jpeg.why_no_kernel(), "not built"):
+        monkeypatch.setattr(jpeg, "why_no_kernel", lambda reason=reason: reason)
+        for data in damaged:
+            with pytest.raises(SampleError):
+                decode(data)
 
 
 @pytest.mark.parametrize("size", [None, 16])

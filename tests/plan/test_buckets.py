@@ -18,17 +18,15 @@ THREE = ["192x256", "224x224", "256x192"]
 BOTH = {"train": THREE, "val": THREE}
 
 
-def store(
-    widths: Any, heights: Any, labels: list[int] | None = None, **options: Any
-) -> MemoryStore:
+def store(widths: Any, heights: Any, **options: Any) -> MemoryStore:
     columns = {"width": np.asarray(widths), "height": np.asarray(heights)}
     images = [bytes([i % 256]) for i in range(len(widths))]
-    return MemoryStore(images, labels, columns=columns, **options)
+    return MemoryStore(images, None, columns=columns, **options)
 
 
-def varied(num: int, seed: int = 0, labels: list[int] | None = None) -> MemoryStore:
-    rng = np.random.default_rng(seed)
-    return store(rng.integers(50, 400, num), rng.integers(50, 400, num), labels)
+def varied(num: int) -> MemoryStore:
+    rng = np.random.default_rng(0)
+    return store(rng.integers(50, 400, num), rng.integers(50, 400, num))
 
 
 def plan_of(train: Any, exclude: Any = (), **config: Any) -> Plan:

@@ -42,26 +42,13 @@ def test_each_batch_rounds_shares_and_totals_are_their_sums(
         assert abs(total - Fraction((first + 20) * batch_size * share, ONE)) < 30
 
 
-def mixture_of(
-    sizes: list[int], shares: dict[int, list[float]], batch_size: int, seed: int
-) -> tuple[Mixture, Quotas]:
-    offsets = np.append(0, np.cumsum(sizes)).tolist()
-    parts = [
-        Permuted(Shuffle("global", size, number), Selection([], size), offset)
-        for number, (size, offset) in enumerate(zip(sizes, offsets, strict=False))
-    ]
-    quotas = Quotas(
-        {batch: as_shares(of_batch) for batch, of_batch in shares.items()},
-        batch_size,
-        seed,
-    )
-    return Mixture(parts, quotas, seed), quotas
-
-
 def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:
-    mixed, _ = mixture_of(
-        [10**9, 10**8, 10**7], {0: [0.7, 0.2, 0.1], 9 * 10**6: [1, 1, 1]}, 1024, seed=1
-    )
+    parts = [
+        Permuted(Shuffle("global", size, 0), Selection([], size), offset)
+        for size, offset in ((10**9, 0), (10**8, 10**9), (10**7, 11 * 10**8))
+    ]
+    shares = {0: as_shares([0.7, 0.2, 0.1]), 9 * 10**6: as_shares([1, 1, 1])}
+    mixed = Mixture(parts, Quotas(shares, 1024, seed=1), seed=1)
     mixed.draw(np.arange(128))  # numpy imports what it needs at first use
     tracemalloc.start()
     draws = mixed.draw(np.arange(128) + 32 * 10**9)

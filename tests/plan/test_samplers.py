@@ -19,24 +19,14 @@ from raypipe.plan.samplers import (
 from raypipe.plan.selection import Selection
 
 
-def permuted(
-    kind: Any, size: int, seed: int = 3, per_pass: int = 0, offset: int = 0
-) -> Permuted:
-    return Permuted(Shuffle(kind, size, seed), Selection([], size), offset, per_pass)
+def in_order(size: int) -> Permuted:
+    return Permuted(Shuffle("off", size, 3), Selection([], size))
 
 
-def weighted(
-    weights: Any,
-    size: int,
-    kind: Any = "global",
-    seed: int = 3,
-    groups: Any = None,
-    k: int = 0,
-    classes: Any = None,
-) -> Weighted:
-    num, weights = len(weights), as_integers(np.asarray(weights))
+def weighted(weights: list[float], size: int, kind: Any) -> Weighted:
+    num = len(weights)
     return Weighted(
-        weights, Shuffle(kind, num, seed, groups, k), Selection([], num), size, classes
+        as_integers(np.array(weights)), Shuffle(kind, num, 1), Selection([], num), size
     )
 
 
@@ -47,13 +37,6 @@ def drawn(sampler: RunSampler, first: int, num: int) -> list[tuple[int, int, int
         np.dtype(np.int64)
     } and not draws.buckets.any()
     return list(zip(*(column.tolist() for column in draws[:3]), strict=True))
-
-
-def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
-    """Index and repeat, of a pass."""
-    draws = drawn(sampler, pass_number * sampler.size, sampler.size)
-    assert {each for _, each, _ in draws} == {pass_number}
-    return [(index, repeat) for index, _, repeat in draws]
 
 
 # The rest of an epoch
@@ -72,7 +55,7 @@ def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
 def test_the_rest_comes_in_equal_numbers_for_each_micro_batch(
     size: int, rows: list[list[int]]
 ) -> None:
-    sampler = WithRest(permuted("off", size), size, per_step=2, unit=2)
+    sampler = WithRest(in_order(size), size, per_step=2, unit=2)
     expected = [index for row in rows for index in row]
     num = len(expected)
     for epoch in (0, 3):
@@ -103,7 +86,7 @@ def test_the_rest_of_a_billion_samples_costs_no_memory() -> None:
 
 
 def test_copies_stand_side_by_side_or_in_neighbouring_micro_batches() -> None:
-    inner = permuted("off", 3)  # 0 1 2 0, the last one in a second pass
+    inner = in_order(3)  # 0 1 2 0, the last one in a second pass
     assert drawn(Repeated(inner, 2, 1), 0, 8) == [
         *((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)),
         *((2, 0, 0), (2, 0, 1), (0, 1, 0), (0, 1, 1)),
@@ -118,23 +101,16 @@ def test_copies_stand_side_by_side_or_in_neighbouring_micro_batches() -> None:
 
 
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
-    sampler = weighted([0.5, 1.5, 1, 0], 3, seed=1)
-    counts = Counter(
-        index
-        for pass_number in range(400)
-        for index, _ in draws_of(sampler, pass_number)
-    )
-    assert (
-        abs(counts[0] - 200) < 40
-        and abs(counts[1] - 600) < 40
-        and counts[2] == 400
-        and counts[3] == 0
-    )
+    draws = drawn(weighted([0.5, 1.5, 1, 0], 3, "global"), 0, 400 * 3)
+    assert Counter(of_pass for _, of_pass, _ in draws) == dict.fromkeys(range(400), 3)
+    counts = Counter(index for index, _, _ in draws)
+    assert abs(counts[0] - 200) < 40 and abs(counts[1] - 600) < 40
+    assert counts[2] == 400 and counts[3] == 0
 
 
 def test_numbers_beyond_64_bits_are_exact() -> None:
     weights, size = [1.0, 2.0, 1e-3, 7.0], 3_000_000_000
-    sampler = weighted(weights, size, "off", 1)
+    sampler = weighted(weights, size, "off")
     ends = sampler._first_draws(0, np.arange(5)).tolist()[1:]
     assert ends[-1] == size
     for sample, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.order import Shuffle
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.samplers import Permuted
 from raypipe.plan.schedule import Plan
@@ -76,27 +75,19 @@ def whole(plan: Plan) -> list[MicroBatchId]:
     return list(plan.micro_batches(plan.start()))
 
 
-def sampler_of(plan: Plan) -> Permuted:
+def kind_of(plan: Plan) -> str:
     assert plan.training and isinstance(plan.training.sampler, Permuted)
-    return plan.training.sampler
+    return plan.training.sampler.shuffle.kind
 
 
-def order_of(plan: Plan) -> Shuffle:
-    return sampler_of(plan).shuffle
-
-
-def cursors(plan: Plan) -> dict[Cursor, int]:
-    """Every cursor that a run can checkpoint, and how many micro-batches lie before it."""
-    found, before = {}, 0
-    for epoch in range(plan.config.epochs):
-        for step in range(plan.steps_per_epoch + 1):
-            found[Cursor(epoch, step, plan.fingerprint)] = (
-                before + step * plan.config.per_step
-            )
-        before += plan.steps_per_epoch * plan.config.per_step
-        before += plan.val_steps * plan.config.per_step if plan.has_val(epoch) else 0
-    found[Cursor(plan.config.epochs, 0, plan.fingerprint)] = before
-    return found
+def cursors(plan: Plan) -> list[Cursor]:
+    """Every cursor that a run can checkpoint."""
+    found = [
+        Cursor(epoch, step, plan.fingerprint)
+        for epoch in range(plan.config.epochs)
+        for step in range(plan.steps_per_epoch + 1)
+    ]
+    return [*found, Cursor(plan.config.epochs, 0, plan.fingerprint)]
 
 
 # The schedule
@@ -196,13 +187,19 @@ def test_a_cursor_out_of_range_names_its_place_and_the_plans_size(
 # What a plan cannot be made of
 
 
-def test_a_store_smaller_than_a_step_names_the_numbers() -> None:
-    assert plan_of(6, micro_batch_size=2, global_batch_size=6).steps_per_epoch == 1
-    with pytest.raises(
-        ConfigError,
-        match=r"has 5 samples, fewer than a global batch of 6: lower plan\.glob",
-    ):
-        plan_of(5, micro_batch_size=2, global_batch_size=6)
+@pytest.mark.parametrize(
+    ("size", "exclude", "message"),
+    [
+        (5, [], r"has 5 samples, fewer than a global batch of 6: lower plan\.glob"),
+        (7, [0, 6], "has 5 samples beside the 2 that are left out, fewer than a glo"),
+    ],
+)
+def test_a_store_smaller_than_a_step_names_the_numbers(
+    size: int, exclude: list[int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(size, global_batch_size=6, exclude=exclude)
+    assert plan_of(size + 1, global_batch_size=6, exclude=exclude).steps_per_epoch == 1
 
 
 def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
@@ -210,9 +207,9 @@ def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
         ConfigError, match=r"memory:\w+ is not read in groups: use plan\.shuffle=global"
     ):
         plan_of(shuffle="window")
-    assert order_of(plan_of()).kind == "global"
-    assert order_of(plan_of(group_size=3)).kind == "window"
-    assert order_of(plan_of(group_size=3, shuffle="global")).kind == "global"
+    assert kind_of(plan_of()) == "global"
+    assert kind_of(plan_of(group_size=3)) == "window"
+    assert kind_of(plan_of(group_size=3, shuffle="global")) == "global"
 
 
 def test_check_workers_lists_the_divisors() -> None:
@@ -247,14 +244,6 @@ def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
     # no groups, no windows
     assert plan_of(shuffle=5).fingerprint == plan_of().fingerprint
-
-
-def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="has 5 samples beside the 2 that are left out, fewer than a global batch",
-    ):
-        plan_of(7, micro_batch_size=2, global_batch_size=6, exclude=[0, 6])
 
 
 # Seeds

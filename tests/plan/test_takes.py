@@ -9,10 +9,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.takes import taken
 
 
-def share(
-    words: str, size: int, is_val: bool = False, num_classes: int = 3
-) -> set[int]:
-    classes = np.arange(size) % num_classes if "by class" in words else None
+def share(words: str, size: int, is_val: bool = False) -> set[int]:
+    classes = np.arange(size) % 3 if "by class" in words else None
     return set(np.flatnonzero(taken(words, size, classes, is_val)).tolist())
 
 

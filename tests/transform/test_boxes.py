@@ -17,7 +17,7 @@ CORNERS = [[1, 2, 5, 8, 3], [0, 0, 4, 4, 0]]
 SIZES = [[1, 2, 4, 6], [0, 0, 4, 4]]
 
 
-def layouts(boxes: list[list[int]], labels: list[int]) -> dict[str, Any]:
+def layouts(boxes: list[list[int]]) -> dict[str, Any]:
     """Structs of lists and lists of structs, with the names that datasets of the Hub have, and as JSON."""
     found: dict[str, Any] = {}
     for name, label in (
@@ -26,11 +26,8 @@ def layouts(boxes: list[list[int]], labels: list[int]) -> dict[str, Any]:
         ("bbox", "categories"),
         ("boxes", "category_id"),
     ):
-        struct = {"id": [7, 8], name: boxes, label: labels}
-        rows = [
-            {name: box, label: number}
-            for box, number in zip(boxes, labels, strict=True)
-        ]
+        struct = {"id": [7, 8], name: boxes, label: [3, 0]}
+        rows = [{name: boxes[0], label: 3}, {name: boxes[1], label: 0}]
         found |= {f"struct {label}": struct, f"rows {label}": rows}
         found |= {
             f"JSON {label}": json.dumps(struct),
@@ -39,16 +36,16 @@ def layouts(boxes: list[list[int]], labels: list[int]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", layouts(SIZES, [3, 0]))
+@pytest.mark.parametrize("layout", layouts(SIZES))
 def test_boxes_beside_their_labels_are_those_of_one_list(layout: str) -> None:
     expected = decode_boxes(CORNERS, (10, 10))
-    by_size = layouts(SIZES, [3, 0])[layout]
-    by_corner = layouts([row[:4] for row in CORNERS], [3, 0])[layout]
+    by_size = layouts(SIZES)[layout]
+    by_corner = layouts([row[:4] for row in CORNERS])[layout]
     assert np.array_equal(decode_boxes(by_size, (10, 10), "xywh"), expected)
     assert np.array_equal(decode_boxes(by_corner, (10, 10), "xyxy"), expected)
     with pytest.raises(ConfigError, match=r"set transform\.targets\.boxes_xywh"):
         decode_boxes(by_size, (10, 10))
-    flat = [[*box, label] for box, label in zip(SIZES, [3, 0], strict=True)]
+    flat = [[*SIZES[0], 3], [*SIZES[1], 0]]
     assert np.array_equal(decode_boxes(flat, (10, 10), "xywh"), expected)
 
 

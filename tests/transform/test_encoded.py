@@ -29,16 +29,13 @@ IMAGES = [
 ]
 
 
-def test_images_travel_as_they_are_stored() -> None:
-    data = encoded(IMAGES).fields[DATA]
-    assert isinstance(data, Ragged) and data.unpacked() == IMAGES
-
-
 @pytest.mark.parametrize("transform", ["light", "center", "resize", "flip-crop"])
-def test_a_micro_batch_and_its_samples_one_by_one_have_the_same_maps(
+def test_images_travel_as_stored_and_maps_are_those_of_samples_one_by_one(
     transform: str,
 ) -> None:
     batch, content = encoded(IMAGES, transform), SampleMaker(transform, DEVICE)
+    data = batch.fields[DATA]
+    assert isinstance(data, Ragged) and data.unpacked() == IMAGES
     for row, (image, key) in enumerate(zip(IMAGES, keys_of(4).tolist(), strict=True)):
         one = slow_one(content, EncodedSample(image), key)
         assert (one[DATA], one[MAP].tolist()) == (image, batch[MAP][row].tolist())

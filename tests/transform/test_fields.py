@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from micro_batches import AT, run, samples_of, transform_of
+from micro_batches import run, samples_of, transform_of
 
 from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import (
     Field,
-    MicroBatch,
     Ragged,
     Rows,
     images_in,
 )
 
-ALL = slice(None)
 KEYS = np.arange(20, dtype=np.uint64).reshape(10, 2)
 
 
@@ -34,10 +32,10 @@ def fields() -> dict[str, Field]:
     }
 
 
-def sample(number: int, num_boxes: int = 1) -> dict[str, Any]:
+def sample(number: int) -> dict[str, Any]:
     return {
         "image": np.full((2, 3, 3), number, np.uint8),
-        "boxes": np.full((num_boxes, 2), number, np.float32),
+        "boxes": np.full((1, 2), number, np.float32),
         "label": number,
         "column.score": np.float32(number),
         "column.tags": np.arange(number, dtype=np.int16),
@@ -47,27 +45,14 @@ def sample(number: int, num_boxes: int = 1) -> dict[str, Any]:
     }
 
 
-def filled(
-    fields: dict[str, Field], *numbers: int | None, num_boxes: int = 1
-) -> MicroBatch:
-    """Of samples by their numbers; None = a row that is left out."""
-    rows = Rows(fields, len(numbers))
-    fill(rows, *numbers, num_boxes=num_boxes)
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish(ALL))
-
-
-def fill(rows: Rows, *numbers: int | None, first: int = 0, num_boxes: int = 1) -> None:
-    for row, number in enumerate(numbers, first):
+def filled(rows: Rows, *numbers: int | None) -> dict[str, Any]:
+    """The fields of samples by their numbers; None = a row that is left out."""
+    for row, number in enumerate(numbers):
         if number is None:
             rows.leave_out(row)
         else:
-            rows.put(row, 10 + number, sample(number, num_boxes))
-
-
-def unpacked(batch: MicroBatch, name: str) -> list[Any]:
-    values = batch.fields[name]
-    assert isinstance(values, Ragged)
-    return values.unpacked()
+            rows.put(row, 10 + number, sample(number))
+    return rows.finish(slice(None))
 
 
 # Rows
@@ -78,34 +63,23 @@ def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
     rows.learn(sample(3))
     for array in rows.arrays.values():
         array[...] = 7  # what lies there before
-    fill(rows, None, 4, None)
-    batch = MicroBatch(AT, rows.index, rows.weight, rows.finish(ALL))
-    assert batch.index.tolist() == [-1, 14, -1] and batch.weight.tolist() == [0, 1, 0]
+    made = filled(rows, None, 4, None)
+    assert rows.index.tolist() == [-1, 14, -1] and rows.weight.tolist() == [0, 1, 0]
     for row in (0, 2):
-        assert (
-            not batch["image"][row].any()
-            and batch["label"][row] == 0
-            and batch["column.score"][row] == 0.5
-        )
-        assert batch["boxes"][row].tolist() == [[0, -1]] * 3
-    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [
-        [],
-        [0, 1, 2, 3],
-        [],
-    ]
-    assert unpacked(batch, "column.text") == ["", "éééé", ""] and unpacked(
-        batch, "column.raw"
-    )[::2] == [b"", b""]
-    assert unpacked(batch, "column.meta") == [None, {"number": 4}, None]
+        assert not made["image"][row].any()
+        assert made["label"][row] == 0 and made["column.score"][row] == 0.5
+        assert made["boxes"][row].tolist() == [[0, -1]] * 3
+    tags, text, raw, meta = (
+        made[f"column.{name}"].unpacked() for name in ("tags", "text", "raw", "meta")
+    )
+    assert [part.tolist() for part in tags] == [[], [0, 1, 2, 3], []]
+    assert text == ["", "éééé", ""] and raw[::2] == [b"", b""]
+    assert meta == [None, {"number": 4}, None]
 
 
 def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> None:
-    batch = filled(fields(), None, 2)
-    assert (
-        batch["image"].shape == (2, 2, 3, 3)
-        and not batch["image"][0].any()
-        and batch["image"][1].all()
-    )
+    image = filled(Rows(fields(), 2), None, 2)["image"]
+    assert image.shape == (2, 2, 3, 3) and not image[0].any() and image[1].all()
 
 
 # Learning

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 import subprocess
 import sys
 import textwrap
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import cv2
 import numpy as np
 import pytest
 import torch
 from torchvision.transforms import v2
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import cv2
 import numpy as np
 import pytest
+from albumentations.pytorch import ToTensorV2
 from image_files import saved
+from jpeg_headers import exif
 from micro_batches import (
     EncodedSample,
     MicroBatchTransform,
@@ -18,10 +20,6 @@ from micro_batches import (
     transform_of,
 )
 from PIL import Image, ImageOps
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
-from albumentations.pytorch import ToTensorV2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
@@ -58,27 +56,22 @@ def other(column: str, value: Any) -> EncodedSample:
 SCENES = [scene(index) for index in range(12)]
 
 
-OF_A_SPLIT = ("probe", "exact", "store_address")
-
-
 def both(
-    transform: Any, columns: dict[str, str] = BOTH, num_most: int = 4, **options: Any
+    transform: Any, columns: dict[str, str] = BOTH, num_most: int = 4, **settings: Any
 ) -> MicroBatchTransform:
-    """By a user's transform, and settings of a run or options of a split."""
-    of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
-    config = TransformConfig(**{"targets": {**columns, "max": num_most}, **options})
-    return transform_of(transform, config, **of_a_split)
+    config = TransformConfig(targets={**columns, "max": num_most}, **settings)
+    return transform_of(transform, config, store_address="x.lmdb")
 
 
 def one(
-    transform: Any, sample: EncodedSample, key: Any, **options: Any
+    transform: Any, sample: EncodedSample, key: Any, **settings: Any
 ) -> dict[str, Any]:
-    return slow_one(both(transform, **options).sample_maker, sample, key)
+    return slow_one(both(transform, **settings).sample_maker, sample, key)
 
 
 # Geometry
 
-GEOMETRIC = {
+STEPS = {
     "perspective": lambda: [A.Perspective(p=1, fill_mask=IGNORE), A.Resize(128, 128)],
     "rotate": lambda: [A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)],
     "random sized crop": lambda: [A.RandomSizedCrop((100, 190), (128, 128))],
@@ -90,16 +83,30 @@ GEOMETRIC = {
         A.OneOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1)], p=0.9),
         A.Resize(128, 128),
     ],
+    "grid distortion": lambda: [A.GridDistortion(p=1), A.Resize(64, 64)],
+    "grid dropout": lambda: [A.GridDropout(p=1), A.Resize(64, 64)],
+    "some of": lambda: [
+        A.SomeOf(
+            [A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2
+        ),
+        A.Resize(64, 64),
+    ],
+    "random order": lambda: [
+        A.RandomOrder([A.Affine(shear=(-20, 20), p=0.7), A.MotionBlur(p=0.5)], n=2),
+        A.Resize(64, 64),
+    ],
+    "sequential": lambda: [
+        A.Sequential([A.Compose([A.VerticalFlip()], p=0.5), A.ISONoise(p=1)], p=0.9),
+        A.Resize(64, 64),
+    ],
 }
 PRESETS = ["light", "heavy", "center", "resize", "flip-crop", "small"]
 
 
 def pipeline(name: str) -> Any:
-    return (
-        A.Compose(GEOMETRIC[name]())
-        if name in GEOMETRIC
-        else build_transform(name, 128)
-    )
+    if name in PRESETS:
+        return build_transform(name, 128)
+    return A.Compose(STEPS[name]())
 
 
 @pytest.mark.parametrize("name", ["flip-crop", "small"])
@@ -113,37 +120,16 @@ def test_what_a_preset_pads_is_no_class(name: str) -> None:
 
 # The image is the same
 
-OTHERS = {
-    "grid distortion": lambda: A.GridDistortion(p=1),
-    "grid dropout": lambda: A.GridDropout(p=1),
-    "some of": lambda: A.SomeOf(
-        [A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2
-    ),
-    "random order": lambda: A.RandomOrder(
-        [A.Affine(shear=(-20, 20), p=0.7), A.MotionBlur(p=0.5)], n=2
-    ),
-    "sequential": lambda: A.Sequential(
-        [A.Compose([A.VerticalFlip()], p=0.5), A.ISONoise(p=1)], p=0.9
-    ),
-}
 
-
-@pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC, *OTHERS])
+@pytest.mark.parametrize("name", [*PRESETS, *STEPS])
 def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None:
-    made = (
-        A.Compose([OTHERS[name](), A.Resize(64, 64)])
-        if name in OTHERS
-        else pipeline(name)
-    )
-    plain, with_both = both(made, {}).sample_maker, both(made).sample_maker
-    with_mask = both(made, {"mask": "seg"}).sample_maker
-    with_boxes = both(made, {"boxes": "objects"}).sample_maker
+    made = pipeline(name)
+    columns = ({}, BOTH, {"mask": "seg"}, {"boxes": "objects"})
+    makers = [both(made, each).sample_maker for each in columns]
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
-        expected = slow_one(plain, sample, key)["image"]
-        for transform in (with_both, with_mask, with_boxes):
-            np.testing.assert_array_equal(
-                slow_one(transform, sample, key)["image"], expected
-            )
+        plain, *others = (slow_one(maker, sample, key)["image"] for maker in makers)
+        for image in others:
+            np.testing.assert_array_equal(image, plain)
 
 
 # Micro-batches
@@ -152,11 +138,8 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
 def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
     batch, _ = run(both(pipeline("resize")), SCENES[:3], KEYS, padding=1)
     image, mask, boxes = (batch[name] for name in ("image", "mask", "boxes"))
-    assert (
-        image.shape == (4, 128, 128, 3)
-        and mask.shape == (4, 128, 128)
-        and boxes.shape == (4, 4, 5)
-    )
+    assert image.shape == (4, 128, 128, 3) and mask.shape == (4, 128, 128)
+    assert boxes.shape == (4, 4, 5)
     assert (image.dtype, mask.dtype, boxes.dtype) == (np.uint8, np.uint8, np.float32)
     assert boxes[:3, 0, 4].tolist() == [0, 1, 2] and (boxes[:3, 1:, 4] == -1).all()
     assert (
@@ -199,7 +182,7 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str) -> None:
 
 def test_more_boxes_than_there_is_room_for_end_the_run() -> None:
     far = other("objects", [[0, 0, 3, 3, 1]] * 5)
-    transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
+    transform = both(A.Compose([A.Crop(50, 50, 100, 100)]))
     with pytest.raises(
         ConfigError,
         match=r"x.lmdb sample 21: it has 5 boxes, .* transform.targets.max is 4: raise it",
@@ -284,9 +267,7 @@ def turned(orientation: int, kind: str) -> tuple[EncodedSample, EncodedSample]:
     """A scene as an upright picture, and as a photo that is stored turned; both with the upright one's targets."""
     sides = (256, 192) if orientation < 5 else (192, 256)
     noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    photo = saved(cv2.resize(noise, sides), kind, exif=exif)
+    photo = saved(cv2.resize(noise, sides), kind, exif=exif(orientation))
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(photo)))
     points = {"points": [[30, 40, 1], [200, 100, 2]]}
     scene = SCENES[3]._replace(columns={**SCENES[3].columns, **points})

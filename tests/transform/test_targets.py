@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import cv2
 import numpy as np
 import pytest
 from image_files import png_chunk, saved
 from PIL import Image
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 from torchvision import transforms
 
 from raypipe.config import TransformConfig

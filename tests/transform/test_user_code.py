@@ -67,10 +67,10 @@ def mine(tmp_path: Path) -> ModuleType:
     return module(tmp_path / "mine.py")
 
 
-def module(path: Path, name: str = "mine") -> ModuleType:
+def module(path: Path) -> ModuleType:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(MINE)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location("mine", path)
     assert spec and spec.loader
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -98,17 +98,12 @@ def failure(transform: Any) -> str:
 def test_the_last_frame_of_the_users_code_is_named(
     mine: ModuleType, name: str, place: str
 ) -> None:
-    assert failure(getattr(mine, name)).startswith(
-        f"the transform failed at {mine.__file__}:{place}"
-    )
-
     def called(image: np.ndarray, **_: Any) -> Any:
         return getattr(mine, name)(image)
 
-    by_a_library = A.Compose([A.Lambda(image=called)])
-    assert failure(by_a_library).startswith(
-        f"the transform failed at {mine.__file__}:{place}"
-    )
+    for transform in (getattr(mine, name), A.Compose([A.Lambda(image=called)])):
+        reason = failure(transform)
+        assert reason.startswith(f"the transform failed at {mine.__file__}:{place}")
 
 
 def test_code_that_is_installed_is_the_users_where_there_is_no_other(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
 from micro_batches import EncodedSample, slow_one
 from pictures import picture
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A  # noqa: N812
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig

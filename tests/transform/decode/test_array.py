@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
+from image_files import saved
 from pictures import picture
 from PIL import Image
 from write_tiff import PACKED, tiff
@@ -29,9 +30,9 @@ def some(dtype: str, *shape: int) -> np.ndarray:
     return (RNG.random(shape) * 250).astype(dtype)
 
 
-def npy(array: np.ndarray, allow_pickle: bool = False) -> bytes:
+def npy(array: np.ndarray) -> bytes:
     file = io.BytesIO()
-    np.save(file, array, allow_pickle=allow_pickle)
+    np.save(file, array, allow_pickle=True)
     return file.getvalue()
 
 
@@ -63,7 +64,7 @@ def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(
         (npy(some("uint16", 5, 7)) + b"1", "damaged .npy"),
         (npy(some("uint16", 5, 7))[:20], "damaged .npy|truncated .npy"),
         (
-            npy(np.array([[{}]], object), allow_pickle=True),
+            npy(np.array([[{}]], object)),
             "objects, which need a pickle",
         ),
         (npy(np.zeros((2, 2), complex)), "complex128"),
@@ -142,23 +143,19 @@ def test_jpeg_palettes_and_bits_in_a_tiff_are_the_rgb_that_pillow_makes() -> Non
         (image.quantize(40), {}),
         (image.convert("1"), {"compression": "group4"}),
     ]:
-        file = io.BytesIO()
-        made.save(file, "TIFF", **options)
-        with Image.open(io.BytesIO(file.getvalue())) as opened:
-            rgb = np.asarray(opened.convert("RGB"))
-        np.testing.assert_array_equal(decode(file.getvalue()), rgb)
-        check(file.getvalue(), rgb)
+        data = saved(made, "TIFF", **options)
+        rgb = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        np.testing.assert_array_equal(decode(data), rgb)
+        check(data, rgb)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_a_png_comes_back_with_red_first(dtype: str, channels: int) -> None:
     array = (RNG.random((21, 17, channels)) * np.iinfo(dtype).max).astype(dtype)
-    _, png = cv2.imencode(
-        ".png", array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
-    )
-    check(png.tobytes(), array)
-    data = png.tobytes()
+    bgr = array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
+    data = cv2.imencode(".png", bgr)[1].tobytes()
+    check(data, array)
     for end in (20, len(data) // 2, len(data) - 1):
         with pytest.raises(SampleError, match="PNG"):
             decode_array(data[:end])
@@ -200,11 +197,9 @@ def test_without_the_extra_an_error_says_what_to_install(
             ConfigError, match=r"pip install '.*\[arrays\]', on every node"
         ):
             read(data)
-    with Image.open(io.BytesIO(tiff(some("uint8", 6, 5, 3), tags={262: 2}))) as opened:
-        # needs it not
-        np.testing.assert_array_equal(
-            decode(tiff(np.asarray(opened), tags={262: 2})), opened
-        )
+    rgb = some("uint8", 6, 5, 3)
+    # needs it not
+    np.testing.assert_array_equal(decode(tiff(rgb, tags={262: 2})), rgb)
 
 
 def test_a_png_without_opencv_says_what_to_install(

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pillow_heif
 import pytest
+from image_files import saved
+from jpeg_headers import exif
 from PIL import AvifImagePlugin, Image
 
 from raypipe.errors import ConfigError, SampleError
@@ -17,49 +19,34 @@ from raypipe.stores import open_store
 from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.decode.rgb import decode, image_size
 
-
-def picture(height: int = 40, width: int = 60) -> np.ndarray:
-    y, x = np.mgrid[:height, :width]
-    return np.stack([x * 4 % 256, y * 6 % 256, (x + y) % 256], 2).astype(np.uint8)
+Y, X = np.mgrid[:40, :60]
+PIXELS = np.stack([X * 4 % 256, Y * 6 % 256, (X + Y) % 256], 2).astype(np.uint8)
 
 
-def encoded(kind: str, image: np.ndarray | None = None, orientation: int = 1) -> bytes:
-    made, out, exif = (
-        Image.fromarray(picture() if image is None else image),
-        io.BytesIO(),
-        Image.Exif(),
-    )
-    exif[0x0112] = orientation
+def encoded(kind: str, pixels: np.ndarray = PIXELS, orientation: int = 1) -> bytes:
+    image, out = Image.fromarray(pixels), io.BytesIO()
     if kind == "AVIF":
-        made.save(out, "AVIF", exif=exif)
-    else:
-        made.info["exif"] = exif.tobytes()
-        pillow_heif.from_pillow(made).save(out)
+        return saved(image, "AVIF", exif=exif(orientation))
+    image.info["exif"] = exif(orientation)
+    pillow_heif.from_pillow(image).save(out)
     return out.getvalue()
 
 
-KINDS = pytest.mark.parametrize("kind", ["AVIF", "HEIC"])
+OPEN = {"AVIF": AvifImagePlugin.AvifImageFile, "HEIC": pillow_heif.HeifImageFile}
+KINDS = pytest.mark.parametrize("kind", OPEN)
 
 
 @KINDS
 def test_pixels_are_those_of_the_library_and_close_to_what_was_encoded(
     kind: str,
 ) -> None:
-    for image in (
-        picture(),
-        np.dstack([picture(), picture()[:, :, 0]]),
-        picture()[:, :, 0],
-    ):
+    gray = PIXELS[:, :, 0]
+    for image in (PIXELS, np.dstack([PIXELS, gray]), gray):
         data = encoded(kind, image)
         assert image_kind(data) == kind and image_size(data) == (40, 60)
-        opened = (
-            AvifImagePlugin.AvifImageFile
-            if kind == "AVIF"
-            else pillow_heif.HeifImageFile
-        )(io.BytesIO(data))
-        found = decode(data)
+        opened, found = OPEN[kind](io.BytesIO(data)), decode(data)
         assert np.array_equal(found, np.asarray(opened.convert("RGB")))
-        if image.shape[2:] == (3,):
+        if image is PIXELS:
             assert np.abs(found.astype(int) - image).mean() < 12
 
 
@@ -111,10 +98,8 @@ def test_other_iso_files_are_no_images_and_jpegs_import_no_library() -> None:
         "import sys, raypipe.transform.decode.rgb; "
         "print({'torch', 'ray', 'PIL', 'albumentations', 'pillow_heif'} & set(sys.modules))"
     )
-    assert (
-        subprocess.check_output([sys.executable, "-c", code], text=True).strip()
-        == "set()"
-    )
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed == "set()\n"
 
 
 def test_files_of_these_names_in_a_folder_are_samples(tmp_path: Path) -> None:

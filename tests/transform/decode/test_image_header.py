@@ -10,6 +10,7 @@ import io
 import numpy as np
 import pytest
 from image_files import png_chunk, saved
+from jpeg_headers import exif
 from PIL import Image, ImageOps, PngImagePlugin
 
 from raypipe.errors import SampleError
@@ -69,13 +70,12 @@ def test_broken_metadata_spoils_no_png(kind: str, behind: bool) -> None:
     "kind", ["IDAT", "PLTE", "tRNS", "IEND", "iDAT", "pLTE", "ABCD", "xyZw"]
 )
 def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
-    png = with_chunk(saved(PIXELS, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+    wrong = png_chunk(kind, b"\0\0\0\0\0\0", checksum=1)
     for decoder in (decode, decode_array):
         with pytest.raises(SampleError, match="checksum"):
-            decoder(png)
-    mask = with_chunk(saved(MASK, "PNG"), png_chunk(kind, b"\0\0\0\0\0\0", checksum=1))
+            decoder(with_chunk(saved(PIXELS, "PNG"), wrong))
     with pytest.raises(SampleError, match="checksum"):
-        decode_mask(mask, MASK.shape)
+        decode_mask(with_chunk(saved(MASK, "PNG"), wrong), MASK.shape)
 
 
 def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
@@ -83,9 +83,8 @@ def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
     first, *others = (
         Image.fromarray(np.roll(PIXELS, number, 0)).convert(mode) for number in range(3)
     )
-    out = io.BytesIO()
-    first.save(out, "PNG", save_all=True, append_images=others, default_image=is_hidden)
-    return out.getvalue(), first
+    frames = {"append_images": others, "default_image": is_hidden}
+    return saved(first, "PNG", save_all=True, **frames), first
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
@@ -108,23 +107,17 @@ def test_an_animation_is_its_picture_for_programs_without_animations(
 def test_metadata_turns_an_image_as_pillow_turns_it(
     form: str, orientation: int
 ) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    body = exif.tobytes()[6:]
-    png = saved(PIXELS, "PNG")
+    turning, png = exif(orientation), saved(PIXELS, "PNG")
     if form.startswith("eXIf"):
-        png = with_chunk(png, png_chunk("eXIf", body), behind="behind" in form)
+        png = with_chunk(png, png_chunk("eXIf", turning[6:]), behind="behind" in form)
     elif form == "WebP":
-        out = io.BytesIO()
-        Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=exif.tobytes())
-        png = out.getvalue()
+        png = saved(PIXELS, "WEBP", lossless=True, exif=turning)
     elif form == "XMP":
         info = PngImagePlugin.PngInfo()
         info.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')
         png = saved(PIXELS, "PNG", pnginfo=info)
     else:
-        profile = exif.tobytes()
-        text = f"\nexif\n{len(profile):8}\n{profile.hex()}\n".encode()
+        text = f"\nexif\n{len(turning):8}\n{turning.hex()}\n".encode()
         png = with_chunk(png, png_chunk("tEXt", b"Raw profile type exif\0" + text))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(png))))
     assert np.array_equal(decode(png, exif=True), expected)
@@ -133,6 +126,5 @@ def test_metadata_turns_an_image_as_pillow_turns_it(
 
 
 def test_broken_exif_spoils_no_webp() -> None:
-    out = io.BytesIO()
-    Image.fromarray(PIXELS).save(out, "WEBP", lossless=True, exif=b"Exif\0\0garbage")
-    assert np.array_equal(decode(out.getvalue(), exif=True), PIXELS)
+    webp = saved(PIXELS, "WEBP", lossless=True, exif=b"Exif\0\0garbage")
+    assert np.array_equal(decode(webp, exif=True), PIXELS)

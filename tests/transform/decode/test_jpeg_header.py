@@ -46,13 +46,6 @@ def simd(level: int) -> Iterator[None]:
         module.set_simd(99)
 
 
-@contextlib.contextmanager
-def no_extension() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jpeg, "why_no_kernel", lambda: "not built")
-        yield
-
-
 def pixels(data: bytes) -> tuple[np.ndarray | None, ...]:
     """Of each way to decode: as stored, upright, small, and as a box of it; None: refused."""
     made = list[np.ndarray | None]()
@@ -91,7 +84,8 @@ def test_a_header_means_the_same_with_and_without_the_extension(kind: str) -> No
     original = jpeg_headers.ORIGINALS[kind]()
     num_accepted, num_by_kernel, num = 0, 0, 0
     for what, data in jpeg_headers.changed(original):
-        with no_extension():
+        with pytest.MonkeyPatch.context() as without_extension:
+            without_extension.setattr(jpeg, "why_no_kernel", lambda: "not built")
             expected = pixels(data)
             size = None
             with contextlib.suppress(SampleError):

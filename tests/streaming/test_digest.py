@@ -19,6 +19,8 @@ from raypipe.streaming.digest import (
 from raypipe.streaming.hashes import combine
 from raypipe.streaming.opening import open_stream, spec_of
 
+Stores = dict[str, Path]
+
 # Files
 
 STREAM = {
@@ -67,7 +69,7 @@ def test_a_file_that_holds_no_digests(tmp_path: Path, text: str) -> None:
 
 
 def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     config = PlanConfig(epochs=2, micro_batch_size=8, seed=3)
     spec = open_stream(
@@ -131,7 +133,7 @@ def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(
 def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
     args: list[str],
     message: str,
-    stores: dict[str, Path],
+    stores: Stores,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     import re
@@ -158,7 +160,7 @@ def cli_main(*args: object) -> None:
 
 
 def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
-    stores: dict[str, Path],
+    stores: Stores,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,7 +178,7 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
 
 
 def test_the_digest_of_a_run_needs_its_configuration_alone(
-    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stores: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=4)
     store = StoreConfig(str(stores["train"]), str(stores["val"]))

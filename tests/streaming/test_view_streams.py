@@ -26,6 +26,8 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.views import view_key
 
+Stores = dict[str, Path]
+
 VIEWS = {
     "global": {"transform": "light", "count": 2, "size": 16},
     "local": ("light", 3),
@@ -35,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def spec_of(
-    stores: dict[str, Path], transform: Any = VIEWS, pool: Any = None, **config: Any
+    stores: Stores, transform: Any = VIEWS, pool: Any = None, **config: Any
 ) -> StreamSpec:
     return open_stream(
         stores["train"],
@@ -48,7 +50,7 @@ def spec_of(
 
 
 @pytest.fixture(scope="module")
-def spec(stores: dict[str, Path]) -> StreamSpec:
+def spec(stores: Stores) -> StreamSpec:
     return spec_of(stores)
 
 
@@ -96,7 +98,7 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(
 
 
 def test_what_does_not_go_with_views_is_refused_before_the_run(
-    stores: dict[str, Path], spec: StreamSpec
+    stores: Stores, spec: StreamSpec
 ) -> None:
     for name in ("mixup_alpha", "cutmix_alpha"):
         with pytest.raises(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pictures import picture
 from rewritten import rewrite
+from small_streams import spec_of
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.streaming.record import opened
 
 IMAGE = picture(0)
@@ -29,12 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def train_for(steps: int, store: Path) -> int:
     """Continue a run, by an own loop, for some steps; returns how many it has had."""
-    spec = raypipe.open_stream(
-        store,
-        plan=PlanConfig(epochs=2, micro_batch_size=2),
-        transform=TransformConfig(size=8),
-        pool=PoolConfig(engine="inline"),
-    )
+    spec = spec_of(store, plan=PlanConfig(epochs=2, micro_batch_size=2))
     with raypipe.loader(spec, run_dir=store.parent / "run") as loader:
         for epoch in loader.epochs():
             for batch in epoch.train:

@@ -46,12 +46,6 @@ def store() -> MemoryStore:
     return MemoryStore(list(images), np.zeros(12, np.int64), columns={"joints": packed})
 
 
-def content(transform: Any, **config: Any) -> SampleMaker:
-    return SampleMaker(
-        transform, TransformConfig(size=128, targets={"keypoints": "joints"}, **config)
-    )
-
-
 PIPELINES: dict[str, Any] = {
     **{name: name for name in ("light", "heavy", "center", "resize", "small")},
     "turned": A.Compose(
@@ -63,7 +57,9 @@ PIPELINES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None:
-    made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
+    num_seen, num_marked = 0, 0
+    config = TransformConfig(size=128, targets={"keypoints": "joints"})
+    made = SampleMaker(PIPELINES[name], config)
     plain = SampleMaker(PIPELINES[name], TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
         found = slow_one(made, EncodedSample(image, 0, {"joints": points}), key)

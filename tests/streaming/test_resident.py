@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from image_files import saved
+from small_streams import spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
@@ -45,14 +46,13 @@ def decoded_stream(
     store: MemoryStore, steps: Any, val: MemoryStore | None = None
 ) -> raypipe.StreamSpec:
     """A stream that decodes each image on the device."""
-    return raypipe.open_stream(
+    return spec_of(
         store,
         val,
         plan=PLAN,
         transform=TransformConfig(decode="device"),
         train_transform=steps,
         val_transform=[box("Resize", 16, 16)] if val else "",
-        pool=PoolConfig(engine="inline"),
     )
 
 

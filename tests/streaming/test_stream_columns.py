@@ -179,15 +179,18 @@ def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
         )
 
 
+def parquet_of(folder: Path, **columns: Any) -> str:
+    """A file of the images and some columns."""
+    path = folder / "a.parquet"
+    pq.write_table(pa.table({"image": IMAGES, **columns}), path)
+    return str(path)
+
+
 def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
     tmp_path: Path,
 ) -> None:
     words = "; did you mean labels\\? its columns are image, labels, .* or to '' for batches without a target"
-    table = pa.table(
-        {"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]}
-    )
-    pq.write_table(table, tmp_path / "a.parquet")
-    path = str(tmp_path / "a.parquet")
+    path = parquet_of(tmp_path, labels=LABELS, caption=VALUES["caption"])
     making: Any = {
         "columns": ["caption"],
         "make_columns": lambda columns: {"length": len(columns["caption"])},
@@ -251,8 +254,7 @@ def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -
 
 def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
     lists = [[number % 2, 1] for number in range(NUM)]
-    pq.write_table(pa.table({"image": IMAGES, "tags": lists}), tmp_path / "a.parquet")
-    named = StoreConfig(str(tmp_path / "a.parquet"), target_column="tags")
+    named = StoreConfig(parquet_of(tmp_path, tags=lists), target_column="tags")
     run = RunConfig(store=named, plan=PLAN, transform=TRANSFORM, pool=INLINE)
     with pytest.raises(
         ConfigError, match="is the target, and is lists of int64: targets are numbers"

@@ -22,7 +22,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.dataset import samples_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.fields import MicroBatch, Ragged
+from raypipe.transform.fields import Field, MicroBatch, Ragged
 
 from pictures import picture  # isort: skip
 
@@ -107,16 +107,14 @@ def test_rows_are_samples_and_a_validation_counts_each_once(
 
 def test_columns_of_every_kind_become_columns_of_the_dataset() -> None:
     texts, blobs = ["é", "", "b"], [b"a\0\0", b"", b"\0"]
-    parts = [np.arange(2), np.arange(0), np.arange(3)]
-    offsets = [0, *np.cumsum([len(part) for part in parts])]
-    ragged = Ragged("ragged", np.concatenate(parts), np.array(offsets))
+    tags = [np.arange(2), np.arange(0), np.arange(3)]
     fields: dict[str, Any] = {
         "view.small": np.arange(3 * 4 * 5 * 3, dtype=np.uint8).reshape(3, 4, 5, 3),
         "label": np.arange(3),
-        "column.text": _ragged("text", [text.encode() for text in texts]),
-        "column.blob": _ragged("bytes", blobs),
-        "column.meta.json": _ragged("json", [b'{"a": 1}', b"null", b"[2]"]),
-        "column.tags": ragged,
+        "column.text": ragged("text", [text.encode() for text in texts]),
+        "column.blob": ragged("bytes", blobs),
+        "column.meta.json": ragged("json", [b'{"a": 1}', b"null", b"[2]"]),
+        "column.tags": ragged("ragged", tags),
     }
     batch = MicroBatch(
         MicroBatchId("train", 1, 2, 3), np.arange(3), np.ones(3, np.float32), fields
@@ -134,9 +132,8 @@ def test_columns_of_every_kind_become_columns_of_the_dataset() -> None:
     assert np.array_equal(small, fields["view.small"].transpose(0, 3, 1, 2))
 
 
-def _ragged(kind: Any, parts: list[bytes]) -> Ragged:
-    offsets = np.array([0, *np.cumsum([len(part) for part in parts])])
-    return Ragged(kind, np.frombuffer(b"".join(parts), np.uint8), offsets)
+def ragged(kind: Any, parts: list[Any]) -> Ragged:
+    return Ragged.of(kind, parts, Field(kind, "int64"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import without_ray
-from tars import write_members
+from tars import by_suffix, write_members
 
 import raypipe
 from raypipe.commands.checked_samples import check_samples
@@ -47,18 +46,25 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def store_of(dtype: str, channels: int, num: int = NUM) -> MemoryStore:
-    images = [npy(some(dtype, i, 24, 20, channels)) for i in range(num)]
-    return MemoryStore(images, np.arange(num) % 3, ["a", "b", "c"])
+def store_of(dtype: str, channels: int) -> MemoryStore:
+    images = [npy(some(dtype, i, 24, 20, channels)) for i in range(NUM)]
+    return MemoryStore(images, np.arange(NUM) % 3, ["a", "b", "c"])
 
 
 def spec_of(
-    store: Any, train: Any = "none", val: Any = None, **settings: Any
+    store: Any,
+    train: Any = "none",
+    val: Any = None,
+    shuffle: Any = "auto",
+    decode: Any = "array",
 ) -> StreamSpec:
-    config = TransformConfig(
-        **{"decode": "array", "train": "none", "size": 16} | settings
+    config = TransformConfig(decode=decode, train="none", size=16)
+    plan = PlanConfig(
+        epochs=1,
+        micro_batch_size=4,
+        shuffle=shuffle,
+        val_interval=int(val is not None),
     )
-    plan = PlanConfig(epochs=1, micro_batch_size=4, val_interval=int(val is not None))
     return open_stream(
         store, val, plan=plan, transform=config, pool=INLINE, train_transform=train
     )
@@ -140,16 +146,7 @@ def test_a_sample_of_another_dtype_or_shape_ends_the_run_by_its_name(
     with pytest.raises(
         ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"
     ):
-        list(
-            without_ray.host_batches(
-                dataclasses.replace(spec_of(store), plan=_in_order(store))
-            )
-        )
-
-
-def _in_order(store: MemoryStore) -> Any:
-    plan = PlanConfig(epochs=1, micro_batch_size=4, shuffle="off", val_interval=0)
-    return open_stream(store, plan=plan, train_transform=None).plan
+        list(without_ray.host_batches(spec_of(store, shuffle="off")))
 
 
 def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> None:
@@ -190,33 +187,30 @@ def test_views_and_functions_of_another_dtype_go_with_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "pool", "message"),
+    ("settings", "message"),
     [
         (
             {"apply_exif": True},
-            {},
             r"transform\.apply_exif must be False with transform\.decode='array'",
         ),
         (
             {"train": "heavy"},
-            {},
             r"preset 'heavy' needs uint8 RGB, and transform\.decode is 'array'",
         ),
-        ({"train": "randaugment"}, {}, r"preset 'randaugment' needs uint8 RGB"),
-        ({"train": "dino"}, {}, r"preset 'dino' needs uint8 RGB"),
+        ({"train": "randaugment"}, r"preset 'randaugment' needs uint8 RGB"),
+        ({"train": "dino"}, r"preset 'dino' needs uint8 RGB"),
         (
             {"train": {"a": {"transform": "tv-light"}}},
-            {},
             r"view 'a': the preset 'tv-light' needs uint8 RGB",
         ),
     ],
 )
 def test_what_needs_rgb_is_refused_by_both_settings(
-    settings: Any, pool: Any, message: str
+    settings: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config = TransformConfig(decode="array", **settings)
-        open_stream(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
+        open_stream(store_of("uint16", 4), transform=config)
 
 
 def test_images_need_as_many_channels_as_the_mean() -> None:
@@ -296,10 +290,11 @@ def folder_of(root: Path) -> Path:
 
 def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
     root = folder_of(tmp_path / "arrays")
-    tar_of(
-        tmp_path / "w.tar",
-        {f"{i}.{s}": c for i in range(4) for s, c in _of_key(i).items()},
-    )
+    samples = [
+        {"npy": npy(some("uint16", i, 6, 5, 4)), "cls": b"%d" % (i % 2)}
+        for i in range(4)
+    ]
+    write_members(tmp_path / "w.tar", by_suffix(samples))
     stores = [open_store(address) for address in (root, tmp_path / "w.tar")]
     for store, order in zip(stores, ([0, 2, 1, 3], range(4)), strict=True):
         assert store.read(np.arange(4), ("image",))["image"] == [
@@ -318,14 +313,6 @@ def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
         store = open_store(root)
         assert len(store) == 1 and before in (None, store.fingerprint)
         before = store.fingerprint
-
-
-def tar_of(path: Path, members: dict[str, bytes]) -> None:
-    write_members(path, members.items())
-
-
-def _of_key(i: int) -> dict[str, bytes]:
-    return {"npy": npy(some("uint16", i, 6, 5, 4)), "cls": str(i % 2).encode()}
 
 
 def test_arrays_are_inspected_as_they_are_stored() -> None:

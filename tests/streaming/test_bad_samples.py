@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import without_ray
 from full_disk import fill
 from torchvision.transforms import v2
+from without_ray import digests, host_batches
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
@@ -37,6 +37,10 @@ def place(step: int) -> MicroBatchId:
 def bad_in(step: int) -> BadSample:
     name = "a.lmdb, key 7"
     return BadSample(place(step), "a.lmdb", 7, name, 3, "no value", "store")
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in folder.iterdir() for line in file.open()]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,20 +96,12 @@ def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
     )
 
 
-def digests(spec: StreamSpec) -> list[bytes]:
-    return without_ray.digests(spec)
-
-
 def test_bad_samples_are_named_without_control_characters(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{folder}/a/07\\x1b[31m.jpg"
     digests(spec_of(folder, tmp_path / "quarantine"))
-    records = [
-        json.loads(line)
-        for file in (tmp_path / "quarantine").iterdir()
-        for line in file.open()
-    ]
+    records = records_in(tmp_path / "quarantine")
     assert sorted(record["split"] for record in records) == ["train", "val"]
     assert {(record["index"], record["name"]) for record in records} == {(7, name)}
     monkeypatch.setattr(maker, "BadSampleBudget", partial(BadSampleBudget, grace=0))
@@ -181,11 +177,7 @@ def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
         match=rf"{place}\. Raise .*, or fix the transform: .*pool.engine=inline",
     ):
         digests(spec)
-    records = [
-        json.loads(line)
-        for file in (tmp_path / "records").iterdir()
-        for line in file.open()
-    ]
+    records = records_in(tmp_path / "records")
     of_transform = [record for record in records if record["fault"] == "transform"]
     assert of_transform and all(
         re.search(place, record["error"]) for record in of_transform
@@ -238,9 +230,7 @@ def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(
     assert {label for label, index, weight in rows if weight} == {1}
     # of the validation
     assert [weight for _, index, weight in rows if index == 5] == [0]
-    records = [
-        json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()
-    ]
+    records = records_in(tmp_path / "quarantine")
     assert {record["split"] for record in records} == {"train", "val"}
     for record in records:
         assert (
@@ -265,8 +255,8 @@ def test_a_substitute_has_other_pixels_than_its_own_draw() -> None:
         transform=TransformConfig(max_bad_fraction=1.0),
         train_transform=noise,
     )
-    seen = [batch["image"] for batch in without_ray.host_batches(spec)]
-    again = [batch["image"] for batch in without_ray.host_batches(spec)]
+    seen = [batch["image"] for batch in host_batches(spec)]
+    again = [batch["image"] for batch in host_batches(spec)]
     assert all(
         np.array_equal(one, other) for one, other in zip(seen, again, strict=True)
     )

@@ -4,23 +4,9 @@ import numpy as np
 import pytest
 
 from raypipe.config import PlanConfig
-from raypipe.plan.schedule import Plan
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.blocks import MAX_BYTES, Sizes, cut, most_bytes
 from raypipe.streaming.planning import make_plan
-
-
-def plan(
-    num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2
-) -> Plan:
-    train, val = (
-        MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val)
-    )
-    return make_plan(
-        PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2),
-        train,
-        val,
-    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -28,7 +14,9 @@ def plan(
 def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(
     ranks: int, size: int
 ) -> None:
-    whole = plan()
+    config = PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=8)
+    train, val = (MemoryStore([b""] * size, np.zeros(size)) for size in (60, 25))
+    whole = make_plan(config, train, val)
     for step in (0, 1, 3):
         places = list(whole.micro_batches(whole.cursor_at(step)))
         blocks = list(cut(places, ranks, {"train": size, "val": 2 * size}))

@@ -16,6 +16,10 @@ from raypipe.transform.sizes import pixel_range
 from bucketed import BOTH, SIDES, pictures, spec_of  # isort: skip
 
 
+STORED = {(12, 16): (40, 60), (14, 14): (50, 50), (16, 12): (60, 40)}
+"""The sides of the images of each bucket."""
+
+
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
     return {
         batch["image"].shape[1:3] for batch in batches if batch.position.split == split
@@ -63,10 +67,7 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
                         strict=True,
                     )
                 )
-                expected = {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[
-                    sides
-                ]
-                assert batch["image"].shape[1:3] == expected
+                assert sides == STORED[batch["image"].shape[1:3]]
                 planned = spec.plan.indices(batch.position)
                 assert ((planned < 50) == (batch.index < 50)).all()
     assert num_bad >= 4
@@ -84,9 +85,8 @@ def test_validations_in_buckets_have_each_sample_once_in_its_shape() -> None:
             seen[epoch.number] += counted
             # the same in both epochs: a schedule is of the training alone
             shape = tuple(batch.image.shape[2:])
-            assert {(sides["height"][i], sides["width"][i]) for i in counted} <= {
-                {(12, 16): (40, 60), (14, 14): (50, 50), (16, 12): (60, 40)}[shape]
-            }
+            found = {(sides["height"][i], sides["width"][i]) for i in counted}
+            assert found <= {STORED[shape]}
             assert (
                 batch.target[batch.weight > 0] == batch.index[batch.weight > 0] % 5
             ).all()

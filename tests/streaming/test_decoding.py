@@ -70,8 +70,8 @@ def open_spec(store: Path, decode: Any = "device", **options: Any) -> StreamSpec
     )
 
 
-def batches(spec: StreamSpec, **options: Any) -> list[Batch]:
-    return list(without_ray.every_batch(raypipe.loader(spec, **options)))
+def batches(spec: StreamSpec) -> list[Batch]:
+    return list(without_ray.every_batch(raypipe.loader(spec)))
 
 
 def records(folder: Path) -> dict[str, list[Any]]:

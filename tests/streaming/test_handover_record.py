@@ -5,23 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pictures import picture
+from small_streams import CountingStore, spec_of
 from without_ray import every_batch
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.errors import CursorError
-from raypipe.stores.memory import MemoryStore
 
 
 def test_a_checkpoint_of_another_plan_names_the_settings(tmp_path: Path) -> None:
     def opened(seed: int) -> raypipe.StreamSpec:
-        return raypipe.open_stream(
-            MemoryStore([picture(number) for number in range(8)], range(8)),
-            plan=PlanConfig(epochs=1, micro_batch_size=4, seed=seed),
-            transform=TransformConfig(train="center", size=8),
-            pool=PoolConfig(engine="inline"),
-        )
+        plan = PlanConfig(epochs=1, micro_batch_size=8, seed=seed)
+        return spec_of(CountingStore(), plan=plan)
 
     with raypipe.loader(opened(1), run_dir=tmp_path) as loader:
         assert [*every_batch(loader)]

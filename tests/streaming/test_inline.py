@@ -15,26 +15,23 @@ import pytest
 import torch
 import without_ray
 from process_state import undisturbed
+from small_streams import spec_of
 from torchvision.transforms import v2
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.streaming.handover import loader
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
-INLINE = PoolConfig(engine="inline")
+Stores = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def spec(stores: dict[str, Path]) -> StreamSpec:
+def spec(stores: Stores) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    transform = TransformConfig(train="light", val="resize", size=12)
-    return open_stream(
-        stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE
-    )
+    return spec_of(stores["train"], stores["val"], plan=plan)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -54,7 +51,7 @@ def test_it_has_the_bits_of_a_cluster_from_any_step(
 
 
 def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     seen = []
 
@@ -62,14 +59,10 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(
         seen.append(threading.current_thread())
         return image[:8, :8]
 
-    spec = open_stream(
-        stores["train"],
-        plan=PlanConfig(epochs=1, micro_batch_size=4),
-        train_transform=transform,
-        pool=INLINE,
-    )
+    spec = spec_of(stores["train"], plan=PLAN, train_transform=transform)
     batch = next(next(loader(spec).epochs()).train)
-    assert batch.image.shape == (4, 3, 8, 8) and seen == [threading.main_thread()] * 4
+    assert batch.image.shape == (6, 3, 8, 8)
+    assert seen == [threading.main_thread()] * 6
 
 
 def noisy(image: np.ndarray) -> np.ndarray:
@@ -84,7 +77,6 @@ def drawn_column(columns: dict[str, Any]) -> dict[str, Any]:
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=6)
 CROP = v2.RandomResizedCrop(8)
-COLUMNS: dict[str, Any] = {"columns": ["label"], "make_columns": drawn_column}
 DRAWING: dict[str, dict[str, Any]] = {
     "function": {"train_transform": noisy, "val_transform": noisy},
     "torchvision": {
@@ -92,25 +84,20 @@ DRAWING: dict[str, dict[str, Any]] = {
         "val_transform": CROP,
     },
     "views": {"train_transform": {"a": (noisy, 2)}, "val_transform": {"a": (CROP, 2)}},
-    "columns": {
-        **COLUMNS,
-        "transform": TransformConfig(train="light", val="resize", size=8),
-    },
+    "columns": {"columns": ["label"], "make_columns": drawn_column},
 }
 
 
-def drawing(stores: dict[str, Path], name: str, **pool: Any) -> StreamSpec:
+def drawing(stores: Stores, name: str, **pool: Any) -> StreamSpec:
     """A stream that draws from the generators of the process."""
-    config = PoolConfig(engine="inline", **pool)
-    return open_stream(
-        stores["train"], stores["val"], plan=PLAN, pool=config, **DRAWING[name]
-    )
+    options = {"plan": PLAN, "pool": PoolConfig(engine="inline", **pool)}
+    return spec_of(stores["train"], stores["val"], **options, **DRAWING[name])
 
 
 @pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize("name", [*DRAWING])
 def test_a_process_draws_the_same_as_if_there_were_no_stream(
-    stores: dict[str, Path], name: str, threads: int
+    stores: Stores, name: str, threads: int
 ) -> None:
     with undisturbed():
         train, val = plain_loaders(
@@ -122,7 +109,7 @@ def test_a_process_draws_the_same_as_if_there_were_no_stream(
 
 @pytest.mark.usefixtures("cuda_or_pretended")
 def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     spec = drawing(stores, "function")
     expected = [batch["image"] for batch in inline_batches(spec, spec.plan.start())]
@@ -138,7 +125,7 @@ def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(
 
 
 def test_no_cluster_starts_and_neither_ray_data_nor_train_is_imported(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     program = f"""
 import sys, raypipe

@@ -18,7 +18,7 @@ from ray.train import ScalingConfig
 from small_streams import spec_of
 from without_ray import every_batch
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
@@ -37,10 +37,13 @@ from raypipe.transform.fields import MicroBatch
 from pictures import CLASSES, picture  # isort: skip
 
 
+PLAN = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
+EIGHT = MemoryStore([b""] * 8, [0] * 8)
+
+
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    return spec_of(stores["train"], stores["val"], plan=plan)
+    return spec_of(stores["train"], stores["val"], plan=PLAN)
 
 
 # Epochs, steps, and where a run stands
@@ -188,18 +191,6 @@ def test_a_state_of_something_else_is_refused(
     assert next(every_batch(one)).position.step == 0
 
 
-def closed(one: Loader) -> None:
-    next(next(one.epochs()).train)
-    one.close()
-
-
-def failed(one: Loader) -> None:
-    with pytest.raises(ZeroDivisionError), one as loader:
-        for epoch in loader.epochs():
-            next(epoch.train)
-            raise ZeroDivisionError
-
-
 def told(
     batches: Iterator[MicroBatch], end: Callable[[], None]
 ) -> Iterator[MicroBatch]:
@@ -265,10 +256,8 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(spec.plan.micro_batches(spec.plan.start()), 9))
     for epoch in one.epochs():  # the cell is run again: on, after the last whole step
-        assert [batch.position for batch in islice(epoch.train, 2)] == [
-            *places[8:],
-            replace_micro(places[8], 1),
-        ]
+        again = [batch.position for batch in islice(epoch.train, 2)]
+        assert again == [places[8], dataclasses.replace(places[8], micro=1)]
         break
     one.close()
     for ask in (
@@ -282,10 +271,6 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
             ask()
     one.load_state_dict(one.state_dict())
     assert next(next(one.epochs()).train).position == places[8]
-
-
-def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
-    return dataclasses.replace(at, micro=micro)
 
 
 class OwnPool:
@@ -350,8 +335,7 @@ def test_workers_of_a_mesh_need_not_divide_the_micro_batches_of_a_step(
     world_size: int | None,
     message: str,
 ) -> None:
-    plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    spec = open_stream(stores["train"], plan=plan)
+    spec = open_stream(stores["train"], plan=PLAN)
     many = Resources(cpus=64.0, gpus=0.0, free_cpus=64.0, free_gpus=0.0)
     for module in ("rayext.allocation", "streaming.start.room"):
         monkeypatch.setattr(f"raypipe.{module}.cluster_resources", lambda: many)
@@ -391,7 +375,7 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(
     argument: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_stream(MemoryStore([b""] * 8, [0] * 8), **argument)
+        open_stream(EIGHT, **argument)
 
 
 @pytest.mark.parametrize(
@@ -419,32 +403,26 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(
 def test_an_argument_of_a_loader_that_is_of_another_type_is_named(
     argument: Any, message: str
 ) -> None:
-    spec = open_stream(
-        MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4)
-    )
+    spec = open_stream(EIGHT, plan=PlanConfig(micro_batch_size=4))
     with pytest.raises(ConfigError, match=message):
         loader(spec, **argument)
     with pytest.raises(
         ConfigError, match=r"raypipe\.loader: spec must be a StreamSpec, got <"
     ):
-        loader(MemoryStore([b""], [0]), **argument)  # type: ignore[arg-type]
+        loader(EIGHT, **argument)  # type: ignore[arg-type]
 
 
 def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     spec: StreamSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = spec.plan
-    loader(spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
+    num_steps = 2 * spec.plan.steps_per_epoch
+    loader(spec, cursor=spec.plan.cursor_at(num_steps - 1))
     assert caplog.messages == []
-    ended = loader(
-        spec, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
-    )
+    ended = loader(spec, cursor=spec.plan.cursor_at(num_steps))
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
-    assert (
-        f"all {plan.config.epochs} epochs are done" in told
-        and "set a larger plan.epochs" in told
-    )
+    assert "all 2 epochs are done" in told
+    assert "set a larger plan.epochs" in told
 
 
 def test_a_function_of_ray_tune_gets_the_whole_stream(
@@ -514,9 +492,7 @@ def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     monkeypatch.setattr("raypipe.streaming.start.pool_start.connect", no_ray)
     monkeypatch.setattr("raypipe.streaming.start.pool_start.connect_by_thread", no_ray)
-    spec = open_stream(
-        MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
-    )
+    spec = open_stream(EIGHT, plan=PlanConfig(epochs=1, micro_batch_size=4))
     # the loader does not wait for it: the first batch does
     epoch = next(loader(spec).epochs())
     with pytest.raises(ConnectionRefusedError):
@@ -531,25 +507,10 @@ def test_a_class_that_no_loss_takes_is_told_once(
 ) -> None:
     labels = [0, 1, -1, 0, -1, 1]
     store = MemoryStore([picture(i) for i in range(6)], labels, classes=CLASSES)
-    spec = open_stream(
-        store,
-        plan=PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=2),
-        transform=TransformConfig(train="small", size=8),
-        pool=PoolConfig(engine="inline"),
-    )
+    spec = spec_of(store, plan=PlanConfig(epochs=2, micro_batch_size=2))
     with loader(spec) as one:
         seen = [label for batch in every_batch(one) for label in batch.target.tolist()]
     assert sorted(seen) == sorted(labels * 2)
     (told,) = [text for text in caplog.messages if "has label -1" in text]
     assert told.startswith(("train sample 2 ", "train sample 4 "))
     assert "ignore_index=-1" in told and "store.exclude" in told
-
-
-def test_processes_of_torchrun_get_a_share_each(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert loader(spec).world_size == 2
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert loader(spec).world_size == 1

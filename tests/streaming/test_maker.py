@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_files import saved
 from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
@@ -62,12 +63,6 @@ def batches(
     return [(batch, bad) for (batch,), bad, _ in blocks]
 
 
-def png_of(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.open(io.BytesIO(picture(number))).save(file, "PNG")
-    return file.getvalue()
-
-
 DEAD = "its process died twice while at it"
 
 
@@ -111,7 +106,7 @@ def test_micro_batches_made_in_one_call_are_those_made_alone(
     images = [picture(number) for number in range(40)]
     for bad in (3, 17, 31):
         images[bad] = images[bad][:200]
-    images[8] = png_of(8)
+    images[8] = saved(Image.open(io.BytesIO(picture(8))), "PNG")
     store = MemoryStore(images, [number % 5 for number in range(40)], CLASSES)
     spec = open_stream(
         store,

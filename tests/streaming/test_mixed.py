@@ -7,33 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_streams import spec_of
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
+Stores = dict[str, Path]
+LIGHT = TransformConfig(train="light", size=12)
 
-def mixed(
-    stores: dict[str, Path], config: dict[str, Any], **options: Any
-) -> StreamSpec:
-    plan = PlanConfig(
-        **{"epochs": 2, "micro_batch_size": 6, "global_batch_size": 24, **config}
-    )
-    transform = TransformConfig(train="light", size=12)
+
+def mixed(stores: Stores, config: dict[str, Any], **options: Any) -> StreamSpec:
+    plan = PlanConfig(micro_batch_size=6, global_batch_size=24, **config)
     train = {"big": stores["train"], "small": stores["val"]}
-    return open_stream(
-        train,
-        plan=plan,
-        transform=transform,
-        pool=PoolConfig(engine="inline"),
-        **options,
-    )
+    return spec_of(train, plan=plan, transform=LIGHT, **options)
 
 
 def test_mixed_batches_say_their_sources_and_copies_differ(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "aug_repeats": 2})
     sources = []
@@ -71,13 +64,13 @@ def test_mixed_batches_say_their_sources_and_copies_differ(
     ],
 )
 def test_what_is_given_for_sources_that_are_not_there_is_named(
-    stores: dict[str, Path], options: dict[str, Any], message: str
+    stores: Stores, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         mixed(stores, {}, **options)
 
 
-def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
+def test_a_filter_by_names_is_for_mixtures(stores: Stores) -> None:
     with pytest.raises(
         ConfigError, match=r"store\.filter must be .* by train, val, got \{'big'"
     ):

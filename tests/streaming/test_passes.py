@@ -19,11 +19,13 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
+Stores = dict[str, Path]
+
 PLAN = PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def spec(stores: dict[str, Path], request: pytest.FixtureRequest) -> StreamSpec:
+def spec(stores: Stores, request: pytest.FixtureRequest) -> StreamSpec:
     plan = replace(PLAN, val_interval=request.param)
     return spec_of(stores["train"], stores["val"], plan=plan)
 
@@ -44,9 +46,7 @@ def test_each_pass_of_a_random_program_is_what_the_plan_says(
 
 
 @pytest.mark.parametrize("leave", ["break", "next", "epochs"])
-def test_what_a_loop_leaves_out_is_not_made(
-    stores: dict[str, Path], leave: str
-) -> None:
+def test_what_a_loop_leaves_out_is_not_made(stores: Stores, leave: str) -> None:
     made: list[int] = []
 
     def corner(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -71,7 +71,7 @@ def test_what_a_loop_leaves_out_is_not_made(
 
 
 def test_passes_by_actors_are_what_the_plan_says(
-    stores: dict[str, Path], ray_cluster: None
+    stores: Stores, ray_cluster: None
 ) -> None:
     pool = PoolConfig(max_actors=2)
     plan = replace(PLAN, epochs=2)
@@ -99,7 +99,7 @@ def test_passes_by_actors_are_what_the_plan_says(
 
 @pytest.mark.system
 def test_two_loaders_of_one_process_share_the_cluster(
-    stores: dict[str, Path], idle_cluster: None, monkeypatch: pytest.MonkeyPatch
+    stores: Stores, idle_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # on a slow machine actors take longer to finish their blocks, and Ray to tell which CPUs are free
     for limit in ("_GIVE_WAY_S", "_SETTLE_S"):
@@ -131,7 +131,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
 
 @pytest.mark.system
 def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
-    stores: dict[str, Path], idle_cluster: None, tmp_path: Path
+    stores: Stores, idle_cluster: None, tmp_path: Path
 ) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

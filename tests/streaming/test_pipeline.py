@@ -29,9 +29,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SMALL = TransformConfig(train="light", val="center", size=24)
 
 
-def with_bad(bad: dict[int, bytes | None], num: int = 64) -> MemoryStore:
-    images = [bad.get(i, picture(i)) for i in range(num)]
-    return MemoryStore(images, [i % 5 for i in range(num)], classes=CLASSES)
+def with_bad(bad: dict[int, bytes | None]) -> MemoryStore:
+    images = [bad.get(i, picture(i)) for i in range(64)]
+    return MemoryStore(images, [i % 5 for i in range(64)], classes=CLASSES)
 
 
 BAD = {3: b"", 17: picture(17)[:-200], 40: None}

@@ -17,11 +17,13 @@ from raypipe.plan.selection import Selection
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import balanced, check_weights, make_plan, nearest
 
+WEIGHTS = np.arange(20) % 4 + 0.5
 
-def plan_of(size: int, **config: Any) -> Plan:
-    columns = {"weight": np.arange(size) % 4 + 0.5}
-    store = MemoryStore([bytes([i]) for i in range(size)], [0] * size, columns=columns)
-    return make_plan(PlanConfig(micro_batch_size=2, **config), store)
+
+def weighted(by: str) -> Plan:
+    images = [bytes([number]) for number in range(20)]
+    store = MemoryStore(images, [0] * 20, columns={"weight": WEIGHTS})
+    return make_plan(PlanConfig(micro_batch_size=2, weights=by), store)
 
 
 # Which bucket a sample is in
@@ -59,9 +61,9 @@ def test_a_samples_bucket_has_the_nearest_ratio_then_area(
 
 
 def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
-    np.save(tmp_path / "w.npy", np.arange(20) % 4 + 0.5)
-    by_file = plan_of(20, weights=str(tmp_path / "w.npy"))
-    assert by_file.fingerprint == plan_of(20, weights="weight").fingerprint
+    np.save(tmp_path / "w.npy", WEIGHTS)
+    by_file = weighted(str(tmp_path / "w.npy"))
+    assert by_file.fingerprint == weighted("weight").fingerprint
     (tmp_path / "bad.npy").write_bytes(b"no array")
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"
     (tmp_path / "huge.npy").write_bytes(
@@ -71,7 +73,7 @@ def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=rf"plan\.weights: .*{name} cannot be read"
         ):
-            plan_of(20, weights=str(tmp_path / name))
+            weighted(str(tmp_path / name))
 
 
 def test_balanced_classes_have_equal_shares_by_the_exponent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
 
 import numpy as np
@@ -58,11 +57,10 @@ def store() -> KeepingStore:
 
 
 @pytest.fixture(autouse=True)
-def _each_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _each_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a window ahead is 6 samples here, and after each micro-batch there is a look."""
     monkeypatch.setattr(read_ahead, "_NUM_SAMPLES", IN_WINDOW // 2)
     monkeypatch.setattr(read_ahead, "_LOOK_SAMPLES", 1)
-    yield
 
 
 def plan_of(store: MemoryStore) -> Plan:
@@ -103,11 +101,10 @@ def test_on_one_machine_actors_read_the_groups_that_it_keeps() -> None:
         (JoinedStore({"a": keeping, "b": keeping}), False),
         (JoinedStore({"a": keeping, "b": others}), True),
     ):
-        spec = open_stream(store, plan=PlanConfig(epochs=1, micro_batch_size=2))
+        plan = PlanConfig(epochs=1, micro_batch_size=2)
+        spec = open_stream(store, plan=plan)
         assert "train" in spec.readers()
         assert ("train" in spec.readers(is_one_machine=True)) == reads_apart
         pool = PoolConfig(reader="separate")
-        spec = open_stream(
-            store, plan=PlanConfig(epochs=1, micro_batch_size=2), pool=pool
-        )
+        spec = open_stream(store, plan=plan, pool=pool)
         assert "train" in spec.readers(is_one_machine=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from image_files import saved
+from small_streams import spec_of
+from without_ray import every_batch
 
 import raypipe
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
@@ -22,17 +23,12 @@ PLAN = PlanConfig(epochs=3, micro_batch_size=8, global_batch_size=16, seed=5)
 FLIP = {"HorizontalFlip": {"p": 0.5}}
 
 
-def png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def store_of(
     num: int = 70, sides: tuple[int, int] = (10, 12), **columns: Any
 ) -> MemoryStore:
     rng = np.random.default_rng(0)
-    images = [png(rng.integers(1, 256, (*sides, 3), np.uint8)) for _ in range(num)]
+    pixels = rng.integers(1, 256, (num, *sides, 3), np.uint8)
+    images = [saved(image, "PNG") for image in pixels]
     return MemoryStore(images, np.arange(num) % 7, columns=columns)
 
 
@@ -50,14 +46,13 @@ def decoded_stream(
     store: MemoryStore, steps: Any, val: MemoryStore | None = None
 ) -> raypipe.StreamSpec:
     """A stream that decodes each image on the device."""
-    return raypipe.open_stream(
+    return spec_of(
         store,
         val,
         plan=PLAN,
         transform=TransformConfig(decode="device"),
         train_transform=steps,
         val_transform=[box("Resize", 16, 16)] if val else "",
-        pool=PoolConfig(engine="inline"),
     )
 
 
@@ -118,10 +113,7 @@ def test_validation_augmentation_and_recorded_digests_are_those_too(
     )
     hashes = []
     for loader, name in ((streamed, "stream"), (data.loader, "resident")):
-        of_run = []
-        for epoch in loader.epochs():
-            of_run += [batch_hash(batch) for batch in epoch.train]
-            of_run += [batch_hash(batch) for batch in epoch.val]
+        of_run = [batch_hash(batch) for batch in every_batch(loader)]
         loader.close()
         records = (tmp_path / name / "digests").glob("epoch-*.jsonl")
         lines = [
@@ -155,7 +147,9 @@ def test_images_are_resized_where_a_size_is_given_and_else_must_agree() -> None:
 
 
 def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = MemoryStore([png(np.zeros((4, 4, 3), np.uint8)), b"nothing"], range(2))
+    broken = MemoryStore(
+        [saved(np.zeros((4, 4, 3), np.uint8), "PNG"), b"nothing"], range(2)
+    )
     plan = PlanConfig(epochs=1, micro_batch_size=2)
     with pytest.raises(
         StoreError, match=r"sample 1 cannot be used, .*`raypipe verify`"

@@ -118,14 +118,16 @@ def test_of_the_processes_of_one_share_the_first_alone_writes(tmp_path: Path) ->
         assert bool(written) == (rank == 0)
 
 
+def of_one_process(store: str) -> list[str]:
+    loader = raypipe.loader(spec_of(store, "inline"))
+    return [described(batch) for batch in every_batch(loader)]
+
+
 @pytest.mark.cluster
 @pytest.mark.usefixtures("two_cpus")
 def test_pools_of_shares_make_the_stream_of_one_process(tmp_path: Path) -> None:
     store = str(store_of("keys", tmp_path))
-    alone = [
-        described(batch)
-        for batch in every_batch(raypipe.loader(spec_of(store, "inline")))
-    ]
+    alone = of_one_process(store)
     shares = [
         every_batch(raypipe.loader(spec_of(store, "ray"), rank=rank, world_size=2))
         for rank in range(2)
@@ -140,10 +142,7 @@ def test_pools_of_two_processes_share_a_cluster_and_resume_as_one(
     tmp_path: Path,
 ) -> None:
     store = store_of("keys", tmp_path)
-    alone = [
-        described(batch)
-        for batch in every_batch(raypipe.loader(spec_of(str(store), "inline")))
-    ]
+    alone = of_one_process(str(store))
     launch(store, tmp_path, "plain", "ray")
     assert sorted(seen(tmp_path, 0) + seen(tmp_path, 1)) == sorted(alone)
     clusters = [(tmp_path / f"cluster-{rank}").read_text() for rank in range(2)]

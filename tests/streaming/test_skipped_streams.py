@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import small_streams
 import without_ray
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
@@ -34,9 +35,7 @@ def spec_of(skip: list[Any] = SKIP, val_interval: int = 1) -> StreamSpec:
         skip=skip,
         val_interval=val_interval,
     )
-    transform = TransformConfig(train="small", size=8)
-    pool = PoolConfig(engine="inline")
-    return raypipe.open_stream(train, val, plan=plan, transform=transform, pool=pool)
+    return small_streams.spec_of(train, val, plan=plan)
 
 
 def is_left_out(at: MicroBatchId) -> bool:
@@ -65,11 +64,8 @@ def test_all_other_batches_are_the_same_bit_for_bit(val_interval: int) -> None:
             found += [described(batch) for batch in (*epoch.train, *epoch.val)]
         assert loader.global_step == 12
     assert found == [each for each in whole if not is_left_out(each[0])]
-    assert epochs == [
-        (4, 2 * val_interval),
-        (4, 2 * val_interval),
-        (6, 2 * val_interval),
-    ]
+    num_val = 2 * val_interval
+    assert epochs == [(4, num_val), (4, num_val), (6, num_val)]
     assert len(found) == spec.plan.num_micro_batches(spec.plan.start())
 
 

@@ -35,6 +35,7 @@ from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from pictures import picture  # isort: skip
 
 NUM = 20
+LABELS = np.arange(NUM)
 IMAGES = [picture(number) for number in range(NUM)]
 VALUES: dict[str, Any] = {
     "caption": [f"picture {number} é" for number in range(NUM)],
@@ -56,7 +57,7 @@ TRANSFORM = TransformConfig(train="light", val="center", size=8)
 INLINE = PoolConfig(engine="inline")
 
 
-def store(labels: Any = None, **options: Any) -> MemoryStore:
+def store(labels: Any = LABELS, **options: Any) -> MemoryStore:
     values = {**VALUES, **options.pop("values", {})}
     return MemoryStore(options.pop("images", IMAGES), labels, columns=values, **options)
 
@@ -68,7 +69,7 @@ def spec(train: Any = None, **options: Any) -> StreamSpec:
         "pool": INLINE,
         "columns": ALL,
     }
-    return open_stream(train or store(np.arange(NUM)), **{**given, **options})
+    return open_stream(train or store(), **{**given, **options})
 
 
 def columns_of(batch: MicroBatch) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def check(batch: MicroBatch) -> None:
 
 
 def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:
-    batches = list(host_batches(spec(val=store(np.arange(NUM)))))
+    batches = list(host_batches(spec(val=store())))
     assert {int((batch.index == PADDING).sum()) for batch in batches} == {0, 4}
     for batch in batches:
         check(batch)
@@ -122,7 +123,7 @@ def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_a_block_of_padding_alone_travels() -> None:
-    made = spec(val=store(np.arange(NUM)))
+    made = spec(val=store())
     maker, at = MicroBatchMaker(made), MicroBatchId("val", 0, 2, 1)
     (batch,) = batches_of(through_arrow(block_row([maker.make(at)[0]])))
     assert (batch.index == PADDING).all()
@@ -138,7 +139,7 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
         b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)
     ]
     config = dataclasses.replace(TRANSFORM, max_bad_fraction=1)
-    train = store(np.arange(NUM), images=images, values={"caption": captions})
+    train = store(images=images, values={"caption": captions})
     maker = MicroBatchMaker(spec(train, val=train, transform=config))
     bad: dict[int, str] = {}
     for at in maker.plan.micro_batches(maker.plan.start()):
@@ -157,14 +158,12 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
 def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
     captions = [None, *VALUES["caption"][1:]]
     config = dataclasses.replace(TRANSFORM, max_bad_fraction=0)
-    made = spec(store(values={"caption": captions}), transform=config, target_column="")
+    made = spec(store(values={"caption": captions}), transform=config)
     with pytest.raises(SampleError, match="sample 0: column 'caption' has no value"):
         digests(made)
 
 
-@pytest.mark.parametrize(
-    "labels", [np.arange(NUM) / 4, np.eye(NUM, 3, dtype=np.uint8), None]
-)
+@pytest.mark.parametrize("labels", [LABELS / 4, np.eye(NUM, 3, dtype=np.uint8), None])
 def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
     made = spec(
         store(labels),
@@ -180,15 +179,18 @@ def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
         )
 
 
+def parquet_of(folder: Path, **columns: Any) -> str:
+    """A file of the images and some columns."""
+    path = folder / "a.parquet"
+    pq.write_table(pa.table({"image": IMAGES, **columns}), path)
+    return str(path)
+
+
 def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
     tmp_path: Path,
 ) -> None:
     words = "; did you mean labels\\? its columns are image, labels, .* or to '' for batches without a target"
-    table = pa.table(
-        {"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]}
-    )
-    pq.write_table(table, tmp_path / "a.parquet")
-    path = str(tmp_path / "a.parquet")
+    path = parquet_of(tmp_path, labels=LABELS, caption=VALUES["caption"])
     making: Any = {
         "columns": ["caption"],
         "make_columns": lambda columns: {"length": len(columns["caption"])},
@@ -252,8 +254,7 @@ def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -
 
 def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
     lists = [[number % 2, 1] for number in range(NUM)]
-    pq.write_table(pa.table({"image": IMAGES, "tags": lists}), tmp_path / "a.parquet")
-    named = StoreConfig(str(tmp_path / "a.parquet"), target_column="tags")
+    named = StoreConfig(parquet_of(tmp_path, tags=lists), target_column="tags")
     run = RunConfig(store=named, plan=PLAN, transform=TRANSFORM, pool=INLINE)
     with pytest.raises(
         ConfigError, match="is the target, and is lists of int64: targets are numbers"
@@ -299,8 +300,8 @@ def test_what_cannot_go_with_columns_is_refused_before_the_run() -> None:
 
 def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
     parts = {
-        "a": store(np.arange(NUM)),
-        "b": store(np.arange(NUM), images=IMAGES[::-1]),
+        "a": store(),
+        "b": store(images=IMAGES[::-1]),
     }
     made = spec(parts)
     for batch in host_batches(made):
@@ -310,15 +311,8 @@ def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
     with pytest.raises(
         ConfigError, match=r"column 'embedding' is float32 .* in .*, and float64"
     ):
-        spec(
-            {
-                **parts,
-                "b": store(
-                    np.arange(NUM),
-                    values={"embedding": VALUES["embedding"].astype(float)},
-                ),
-            }
-        )
+        wider = {"embedding": VALUES["embedding"].astype(float)}
+        spec({"a": store(), "b": store(values=wider)})
 
 
 def test_the_target_is_named_in_columns_by_its_own_name() -> None:
@@ -329,19 +323,13 @@ def test_the_target_is_named_in_columns_by_its_own_name() -> None:
 
 
 def test_classes_are_checked_and_other_targets_are_not() -> None:
-    for labels, fails in ((np.arange(NUM) + 50, True), (np.arange(NUM) + 50.5, False)):
-        made = spec(store(labels))
-        if fails:
-            with pytest.raises(ConfigError, match=r"label \d+, outside"):
-                try_samples(made, 10)
-        else:
-            try_samples(made, 10)
+    with pytest.raises(ConfigError, match=r"label \d+, outside"):
+        try_samples(spec(store(LABELS + 50)), 10)
+    try_samples(spec(store(LABELS + 50.5)), 10)
 
 
 def test_a_column_with_the_name_of_an_entry_is_refused_by_plain_loaders() -> None:
-    clash = spec(
-        store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column=""
-    )
+    clash = spec(store(values={"weight": LABELS}), columns=["weight"])
     with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
         raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))
 

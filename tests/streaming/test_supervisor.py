@@ -10,8 +10,15 @@ from raypipe.streaming.supervisor import Supervisor
 AT = "train-e0000-s000003-m001"
 
 
-def died(supervisor: Supervisor, actor: str = "a") -> bool:
-    return supervisor.actor_started(actor, "another process")
+def with_actor(max_attempts: int) -> Supervisor:
+    """It knows of one actor, which has begun nothing."""
+    supervisor = Supervisor(max_attempts)
+    supervisor.actor_started("a", "process 1 on 10.0.0.1")
+    return supervisor
+
+
+def died(supervisor: Supervisor) -> bool:
+    return supervisor.actor_started("a", "another process")
 
 
 def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
@@ -32,7 +39,7 @@ def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
 def test_a_validation_that_some_ranks_leave_out_is_told_once(
     leaves_first: bool,
 ) -> None:
-    supervisor = Supervisor(3)
+    supervisor = Supervisor(max_attempts=3)
     for epoch in range(2):
         for takes in (not leaves_first, leaves_first):
             supervisor.validates(0 if takes else 1, epoch, takes)
@@ -56,22 +63,19 @@ def test_other_packages_of_a_node_are_told_once() -> None:
 
 
 def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
-    supervisor = Supervisor(max_attempts=3)
-    supervisor.actor_started("a", "process 1 on 10.0.0.1")
+    supervisor = with_actor(max_attempts=3)
     supervisor.block_started("a", [AT])
     assert died(supervisor)
     assert supervisor.block_started("a", [AT]) == Orders(careful=True)
     assert supervisor.block_started("a", ["train-e0000-s000003-m002"]) == Orders()
     ((kind, event),) = supervisor.events(0)
     assert kind == "fault"
-    assert (
-        AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
-    )
+    for part in (AT, "process 1 on 10.0.0.1", "another process"):
+        assert part in event
 
 
 def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
-    supervisor = Supervisor(max_attempts=4)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=4)
     supervisor.block_started("a", [AT])
     died(supervisor)
     for sample in (5, 7, 5):
@@ -85,8 +89,7 @@ def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
 
 
 def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
-    supervisor = Supervisor(max_attempts=4)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=4)
     for careful in (False, True, True):
         supervisor.block_started("a", [AT])
         if careful:
@@ -99,8 +102,7 @@ def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
 
 
 def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
-    supervisor = Supervisor(max_attempts=2)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=2)
     for _ in range(2):
         assert not supervisor.block_started("a", [AT]).error
         died(supervisor)
@@ -113,8 +115,7 @@ def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
 
 
 def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
-    supervisor = Supervisor(max_attempts=3)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=3)
     deaths = 0
     while not (orders := supervisor.block_started("a", [AT])).error:
         if orders.careful:
@@ -130,8 +131,7 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
 
 def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> None:
     block = [AT, "train-e0000-s000005-m001", "train-e0000-s000007-m001"]
-    supervisor = Supervisor(max_attempts=3)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=3)
     supervisor.block_started("a", block)
     died(supervisor)
     assert (
@@ -146,8 +146,7 @@ def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> No
 
 
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
-    supervisor = Supervisor(max_attempts=1)
-    supervisor.actor_started("a", "")
+    supervisor = with_actor(max_attempts=1)
     supervisor.block_started("a", [AT])
     supervisor.block_finished("a")
     died(supervisor)
@@ -195,7 +194,7 @@ def test_a_reader_misses_no_event_however_many_there_are(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_MAX_EVENTS", 20)
     monkeypatch.setattr(supervisor_module, "_FORGOTTEN", 5)
-    supervisor = Supervisor(3)
+    supervisor = Supervisor(max_attempts=3)
     read: list[tuple[str, str]] = []
     for number in range(100):
         supervisor.pool_scaled(str(number))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import without_ray
+from small_streams import spec_of
 
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
-    PoolConfig,
     RunConfig,
     TransformConfig,
 )
@@ -22,9 +22,10 @@ from raypipe.errors import ConfigError
 from raypipe.launch.run_checks import num_classes_of
 from raypipe.plan.order import Domain
 from raypipe.streaming.handover import loader
-from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.views import view_key
+
+Stores = dict[str, Path]
 
 VIEWS = {
     "global": {"transform": "light", "count": 2, "size": 16},
@@ -34,22 +35,19 @@ VIEWS = {
 CPU = torch.device("cpu")
 
 
-def spec_of(
-    stores: dict[str, Path], transform: Any = VIEWS, pool: Any = None, **config: Any
-) -> StreamSpec:
-    return open_stream(
+def views_of(stores: Stores, **config: Any) -> StreamSpec:
+    return spec_of(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=12),
-        transform=TransformConfig(val="center", **{"size": 12, **config}),
-        train_transform=transform,
-        pool=PoolConfig(engine="inline", **(pool or {})),
+        transform=TransformConfig(val="center", size=12, **config),
+        train_transform=VIEWS,
     )
 
 
 @pytest.fixture(scope="module")
-def spec(stores: dict[str, Path]) -> StreamSpec:
-    return spec_of(stores)
+def spec(stores: Stores) -> StreamSpec:
+    return views_of(stores)
 
 
 def test_a_batch_has_each_view_and_its_image_is_the_first_crop(
@@ -96,7 +94,7 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(
 
 
 def test_what_does_not_go_with_views_is_refused_before_the_run(
-    stores: dict[str, Path], spec: StreamSpec
+    stores: Stores, spec: StreamSpec
 ) -> None:
     for name in ("mixup_alpha", "cutmix_alpha"):
         with pytest.raises(
@@ -106,7 +104,7 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(
     with pytest.raises(
         ConfigError, match=r"transform.train makes views, and transform.targets.mask"
     ):
-        spec_of(stores, targets={"mask": "seg"})
+        views_of(stores, targets={"mask": "seg"})
     with pytest.raises(
         ConfigError, match=r"transform.train makes views, and a run trains a classifier"
     ):

@@ -14,6 +14,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.spec import StreamSpec
 
 from pictures import CLASSES, picture  # isort: skip
 from rewritten import rewrite  # isort: skip
@@ -40,6 +41,10 @@ def contents(
         transform=TransformConfig(**pixels),
         **others,
     )
+    return contents_of(spec, stream)
+
+
+def contents_of(spec: StreamSpec, stream: str = "s") -> Contents:
     return Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, stream)
 
 
@@ -103,8 +108,7 @@ def test_a_store_that_was_written_in_place_has_other_keys(tmp_path: Path) -> Non
     def of_folder() -> list[bytes]:
         store = open_store(tmp_path)
         plan = PlanConfig(micro_batch_size=2)
-        spec = open_stream(store, store, plan=plan)
-        made = Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, "s")
+        made = contents_of(open_stream(store, store, plan=plan))
         assert made.is_public("val")
         return made.keys([MicroBatchId("val", 0, 0, 0)])
 
@@ -151,8 +155,7 @@ class Own(MemoryStore):
 def test_a_store_of_the_users_class_belongs_only_to_its_stream() -> None:
     store = Own(IMAGES, LABELS, CLASSES)
     spec = open_stream(store, plan=PlanConfig(micro_batch_size=4))
-    made = Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, "s")
-    assert not made.is_public("train")
+    assert not contents_of(spec).is_public("train")
 
 
 def test_keys_of_samples_count_only_where_a_step_is_random() -> None:

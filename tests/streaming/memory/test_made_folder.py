@@ -76,24 +76,22 @@ def test_another_process_finds_all_fields_and_bad_samples(tmp_path: Path) -> Non
 def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -> None:
     folder = Folder(tmp_path)
     folder.put(KEYS[0], finished(), lasts=True)
+    folder.put(KEYS[1], finished(1), lasts=True)
     path = tmp_path / KEYS[0].hex()
-    content = bytearray(path.read_bytes())
-    if damage == "another's":
-        folder.put(KEYS[1], finished(1), lasts=True)
-        content[:] = (tmp_path / KEYS[1].hex()).read_bytes()
-    elif damage == "flipped":
-        content[len(content) // 2] ^= 4
-    elif damage == "swapped":
-        pages = content.find(finished()[0]["column.pages"].tobytes())
-        first, second = slice(pages, pages + 4096), slice(pages + 4096, pages + 8192)
-        content[first], content[second] = content[second], content[first]
-    else:
-        content = {
-            "cut": content[:-70],
-            "empty": bytearray(),
-            "text": bytearray(b"no micro-batch " * 9),
-        }[damage]
-    path.write_bytes(content)
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 4
+    pages = finished()[0]["column.pages"].tobytes()[:8192]
+    damaged = {
+        "flipped": flipped,
+        "swapped": content.replace(pages, pages[4096:] + pages[:4096]),
+        "cut": content[:-70],
+        "empty": b"",
+        "another's": (tmp_path / KEYS[1].hex()).read_bytes(),
+        "text": b"no micro-batch " * 9,
+    }[damage]
+    assert damaged != content
+    path.write_bytes(damaged)
     assert folder.get(KEYS[0], PLACE, lasts=True) is None
     assert not path.exists()
     folder.put(KEYS[0], finished(), lasts=True)

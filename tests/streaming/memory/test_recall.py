@@ -176,17 +176,16 @@ def test_training_never_goes_to_the_nodes_disk(
 
 
 class Trial(threading.Thread):
-    """A stream that is read to its end, or to an epoch."""
+    """A stream that is read to its end."""
 
-    def __init__(self, stream: Stream, epochs: int = EPOCHS) -> None:
+    def __init__(self, stream: Stream) -> None:
         super().__init__(daemon=True)
         self.stream = stream
-        self.epochs = epochs
         self.digests: list[bytes] = []
         self.num_remembered = 0
 
     def run(self) -> None:
-        for epoch in range(self.epochs):
+        for epoch in range(EPOCHS):
             digests, num, _ = self.stream.read(block_of("train", epoch))
             self.digests += digests
             self.num_remembered += num

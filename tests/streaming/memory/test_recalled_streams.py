@@ -26,6 +26,8 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor, stream_name
 from raypipe.transform.fields import MicroBatch
 
+Stores = dict[str, Path]
+
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.system,
@@ -36,12 +38,11 @@ SHARES_S = 60.0
 
 
 def spec_of(
-    stores: dict[str, Path],
+    stores: Stores,
     epochs: int,
     remember: Any,
     step: int = 8,
     size: int = 24,
-    **pool: Any,
 ) -> StreamSpec:
     return open_stream(
         str(stores["train"]),
@@ -53,7 +54,7 @@ def spec_of(
         pool=PoolConfig(
             cpus_per_actor=0.5,
             max_in_flight=(0, 1),
-            **{"remember": str(remember), **pool},
+            remember=str(remember),
         ),
     )
 
@@ -92,7 +93,7 @@ class Stream:
 
 @pytest.mark.parametrize("remember", ["", "memory"])
 def test_a_validation_is_made_once(
-    stores: dict[str, Path], tmp_path: Path, remember: str
+    stores: Stores, tmp_path: Path, remember: str
 ) -> None:
     stream = Stream(spec_of(stores, 6, remember or tmp_path))
     stream.take()
@@ -112,7 +113,7 @@ def test_a_validation_is_made_once(
     ],
 )
 def test_equal_streams_share_and_are_equal_whoever_dies(
-    stores: dict[str, Path], tmp_path: Path, dies: str
+    stores: Stores, tmp_path: Path, dies: str
 ) -> None:
     """Their steps differ, as those of trials of a batch size do."""
     specs = [spec_of(stores, 40, tmp_path, step, size=112) for step in (8, 16)]

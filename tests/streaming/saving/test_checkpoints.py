@@ -32,19 +32,15 @@ def check(cursor: Cursor) -> None:
         raise CursorError(f"made under plan {cursor.fingerprint}")
 
 
-def content(cursor: Cursor, size: int = 5000) -> bytes:
-    return random.Random(f"{cursor.epoch} {cursor.step}").randbytes(size)
+def content(cursor: Cursor) -> bytes:
+    return random.Random(f"{cursor.epoch} {cursor.step}").randbytes(5000)
 
 
-def write(
-    run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000
-) -> str:
+def write(run_uri: str, epoch: int, step: int, plan: str = PLAN) -> str:
     """As a run does that has gone on from the newest."""
     newest, _ = find_newest(run_uri, check, with_state=True)
     cursor, before = Cursor(epoch, step, plan), newest.name if newest else ""
-    return write_checkpoint(
-        run_uri, cursor, content(cursor, size), {"steps": step}, before
-    )
+    return write_checkpoint(run_uri, cursor, content(cursor), {"steps": step}, before)
 
 
 def tree(folder: Path) -> dict[str, bytes]:

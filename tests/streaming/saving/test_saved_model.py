@@ -30,19 +30,19 @@ from raypipe.streaming.saving.saved_model import input_of
 from raypipe.streaming.saving.stateful import saved
 from raypipe.train.models import build_model
 
+Stores = dict[str, Path]
+
 INLINE = PoolConfig(engine="inline")
 
 
 @pytest.fixture
-def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
+def run(stores: Stores, tmp_path: Path) -> RunConfig:
     run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
     augment = AugmentConfig(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     return dataclasses.replace(run, name="trained", augment=augment)
 
 
-def test_a_run_leaves_all_that_its_model_needs(
-    run: RunConfig, stores: dict[str, Path]
-) -> None:
+def test_a_run_leaves_all_that_its_model_needs(run: RunConfig, stores: Stores) -> None:
     folder = without_ray.train(run)["run_dir"]
     found = raypipe.read_checkpoint(folder)
     assert found.model == "small"
@@ -60,7 +60,7 @@ def test_a_run_leaves_all_that_its_model_needs(
 
 
 def described(
-    stores: dict[str, Path], folder: Path, **options: Any
+    stores: Stores, folder: Path, **options: Any
 ) -> raypipe.streaming.saving.saved_model.SavedModel:
     plan = PlanConfig(epochs=1, micro_batch_size=8)
     spec = open_stream(
@@ -74,9 +74,7 @@ def described(
     return raypipe.read_checkpoint(folder)
 
 
-def test_an_own_loop_that_normalizes_gets_bytes(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_own_loop_that_normalizes_gets_bytes(stores: Stores, tmp_path: Path) -> None:
     sizes = {0: 16, 3: 24}  # keys of JSON are text
     transform = TransformConfig(train="light", val="center", size=sizes)
     found = described(stores, tmp_path, transform=transform, val_transform="center")
@@ -89,7 +87,7 @@ def test_an_own_loop_that_normalizes_gets_bytes(
     assert found.metrics == {"loss": 2.0} and found.state["net"]["w"].tolist() == [1, 1]
 
 
-def test_what_cannot_be_used_says_why(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_used_says_why(stores: Stores, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no raypipe checkpoint at .*empty"):
         raypipe.read_checkpoint(tmp_path / "empty")
     config = TransformConfig(size=16)

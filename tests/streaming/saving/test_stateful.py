@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import ray.train
 import torch
 import without_ray
 from small_runs import small_run
+from small_streams import spec_of as inline_spec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +25,11 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.opening import spec_of
 from raypipe.streaming.saving.stateful import Stateful
 from raypipe.train.models import build_model, build_optimizer
+
+Stores = dict[str, Path]
 
 
 class Reports:
@@ -63,30 +65,23 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reports:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def stream(stores: dict[str, Path]) -> Loader:
+def stream(stores: Stores) -> Loader:
     """After three steps."""
-    plan, pool = PlanConfig(epochs=2, micro_batch_size=8), PoolConfig(engine="inline")
-    spec = open_stream(stores["train"], plan=plan, pool=pool)
+    spec = inline_spec(stores["train"], plan=PlanConfig(epochs=2, micro_batch_size=8))
     return loader(spec, cursor=spec.plan.cursor_at(3))
 
 
-def parts(seed: int = 0) -> dict[str, Stateful]:
+def stepped(model: torch.nn.Linear) -> dict[str, Stateful]:
     """A model and its optimizer after one step."""
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     return {"model": model, "optimizer": optimizer}
+
+
+def parts(seed: int = 0) -> dict[str, Stateful]:
+    torch.manual_seed(seed)
+    return stepped(torch.nn.Linear(3, 2))
 
 
 def equal(one: dict[str, Stateful], other: dict[str, Stateful]) -> bool:
@@ -141,7 +136,7 @@ def test_only_the_first_rank_makes_a_checkpoint_and_all_report(
     assert reports.num_awaited == 1
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("one_process_group")
 def test_a_model_in_ddp_has_the_checkpoint_of_one_without(
     stream: Loader, reports: Reports
 ) -> None:
@@ -155,16 +150,13 @@ def test_a_model_in_ddp_has_the_checkpoint_of_one_without(
     assert equal({"model": model}, {"model": other})
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("one_process_group")
 def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(
     stream: Loader, reports: Reports
 ) -> None:
     model = torch.nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    for part in (model, optimizer):
+    for part in stepped(model).values():
         with pytest.raises(
             ConfigError, match=r"net is sharded, .* docs/training-loop\.md"
         ):
@@ -213,7 +205,7 @@ def test_a_checkpoint_without_a_part_or_of_another_make_is_named(
 
 
 @pytest.fixture
-def trained(stores: dict[str, Path], tmp_path: Path) -> tuple[RunConfig, Path]:
+def trained(stores: Stores, tmp_path: Path) -> tuple[RunConfig, Path]:
     """A run of jobs/train.py, and its folder."""
     run = small_run(
         tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1
@@ -275,13 +267,13 @@ def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
 @pytest.mark.cluster
 @pytest.mark.usefixtures("two_cpus")
 def test_a_rank_killed_when_report_returns_resumes_from_that_report(
-    stores: dict[str, Path], tmp_path: Path
+    stores: Stores, tmp_path: Path
 ) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     plan = PlanConfig(epochs=1, micro_batch_size=8, global_batch_size=16)
-    spec = open_stream(stores["train"], plan=plan, pool=PoolConfig(engine="inline"))
+    spec = inline_spec(stores["train"], plan=plan)
 
     def train_fn() -> None:
         made = loader(spec)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from raypipe.streaming.start.head_start import (
 )
 from raypipe.transform.fields import MicroBatch
 
+Stores = dict[str, Path]
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
@@ -48,15 +50,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
 
 
-def stream(stores: dict[str, Path], **changes: Any) -> StreamSpec:
+def stream(stores: Stores, **changes: Any) -> StreamSpec:
     transform = TransformConfig(train="light", val="center", size=24)
     options = {"plan": PLAN, "transform": transform, **changes}
     return open_stream(str(stores["train"]), str(stores["val"]), **options)
 
 
-def place_of(spec: StreamSpec, step: int = 0) -> MicroBatchId:
-    """The first place of a stream from a training step on."""
-    return next(spec.plan.micro_batches(spec.plan.cursor_at(step)))
+def of_address(address: str) -> StreamSpec:
+    transform = TransformConfig(train="light", size=24)
+    return open_stream(address, plan=PLAN, transform=transform)
+
+
+def place_of(spec: StreamSpec) -> MicroBatchId:
+    """The first place of a stream."""
+    return next(spec.plan.micro_batches(spec.plan.start()))
 
 
 def begun(
@@ -68,12 +75,18 @@ def begun(
     return head
 
 
+def assert_leaves_all_to_actors(head: HeadStart) -> None:
+    assert head.fix() == 0
+    assert list(head.batches()) == []
+    assert not head.is_lost
+
+
 def hashes(batches: Iterator[MicroBatch]) -> list[bytes]:
     return list(map(batch_hash, batches))
 
 
 def test_a_rank_makes_only_a_few_where_other_streams_make_the_same(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     spec = stream(stores)
     expected = hashes(inline_batches(spec, place_of(spec)))
@@ -87,20 +100,15 @@ def test_a_rank_makes_only_a_few_where_other_streams_make_the_same(
 
 @pytest.mark.parametrize("kind", ["lmdb", "tar"])
 def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
-    bucket: str, stores: dict[str, Path], tmp_path: Path, kind: str
+    bucket: str, stores: Stores, tmp_path: Path, kind: str
 ) -> None:
     path = stores["train"]
     if kind == "tar":
         path = write_tar(tmp_path / "train.tar", [(picture(i), i) for i in range(100)])
-    address = put(path, f"{bucket}/{path.name}")
-    spec = open_stream(
-        address, plan=PLAN, transform=TransformConfig(train="light", size=24)
-    )
+    spec = of_address(put(path, f"{bucket}/{path.name}"))
     if kind == "lmdb":  # a small tar is fetched to be listed
         assert not place_is_at_hand(spec, place_of(spec))
-        head = begun(spec)
-        assert head.fix() == 0
-        assert list(head.batches()) == []
+        assert_leaves_all_to_actors(begun(spec))
     # an actor of this node has read all
     expected = hashes(inline_batches(spec, place_of(spec)))
     head = begun(spec)
@@ -109,13 +117,8 @@ def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
     assert hashes(head.batches()) == expected[:num]
 
 
-def test_a_rank_fetches_what_others_count_on(
-    bucket: str, stores: dict[str, Path]
-) -> None:
-    address = put(stores["train"], f"{bucket}/train.lmdb")
-    spec = open_stream(
-        address, plan=PLAN, transform=TransformConfig(train="light", size=24)
-    )
+def test_a_rank_fetches_what_others_count_on(bucket: str, stores: Stores) -> None:
+    spec = of_address(put(stores["train"], f"{bucket}/train.lmdb"))
     head = begun(spec, 1, 2)
     head.let(2)
     expected = hashes(islice(inline_batches(spec, place_of(spec), 1, 2), 2))
@@ -123,7 +126,7 @@ def test_a_rank_fetches_what_others_count_on(
 
 
 def test_rank_0_makes_what_covers_the_start_of_the_pool(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_start, "_COVER_S", 0.2)
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
@@ -137,7 +140,7 @@ def test_rank_0_makes_what_covers_the_start_of_the_pool(
 
 
 def test_the_pool_starts_behind_the_first_and_knows_how_long_one_takes(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_start, "_FIRST_S", 600.0)
     head = begun(stream(stores))
@@ -156,7 +159,7 @@ def test_the_pool_starts_behind_the_first_and_knows_how_long_one_takes(
 
 
 def test_micro_batches_that_nobody_takes_are_bounded(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
     size = head_start._size(next(inline_batches(spec, place_of(spec))))
@@ -180,14 +183,13 @@ def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def test_an_error_is_raised_at_its_micro_batch_if_no_pool_makes_it(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     spec = stream(stores, train_transform=broken, val_transform=None)
     head = begun(spec)
     until(lambda: head._is_done)
     # known in time, it is left to an actor
-    assert head.fix() == 0
-    assert list(head.batches()) == [] and not head.is_lost
+    assert_leaves_all_to_actors(head)
     head = begun(spec, 1, 2)
     head.let(3)
     with pytest.raises(HeadStartLostError, match="no more"):
@@ -199,26 +201,25 @@ def drawing(image: np.ndarray) -> np.ndarray:
     return image[: np.random.randint(9, 10), :9].copy()
 
 
-def of_items(stores: dict[str, Path]) -> StreamSpec:
+def of_items(stores: Stores) -> StreamSpec:
     return raypipe.open_stream(Noisy(), plan=PlanConfig(micro_batch_size=4))
 
 
-def of_torchvision(stores: dict[str, Path]) -> StreamSpec:
+def of_torchvision(stores: Stores) -> StreamSpec:
     steps = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip()])
     return stream(stores, train_transform=steps, val_transform=None)
 
 
 def test_a_function_that_may_draw_from_the_process_is_left_to_actors(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     spec = stream(stores, train_transform=drawing, val_transform=None)
-    head = begun(spec)
-    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
+    assert_leaves_all_to_actors(begun(spec))
 
 
 @pytest.mark.parametrize("spec_of", [of_items, of_torchvision])
 def test_what_draws_from_the_process_is_made_while_the_loop_waits(
-    stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
+    stores: Stores, spec_of: Any
 ) -> None:
     spec = spec_of(stores)
     head = begun(spec)
@@ -237,10 +238,9 @@ def test_what_draws_from_the_process_is_made_while_the_loop_waits(
 
 @pytest.mark.parametrize("spec_of", [of_items, of_torchvision])
 def test_what_draws_from_the_process_is_never_made_beside_a_ring(
-    stores: dict[str, Path], spec_of: Callable[[dict[str, Path]], StreamSpec]
+    stores: Stores, spec_of: Any
 ) -> None:
-    head = begun(spec_of(stores), is_apart=True)
-    assert head.fix() == 0 and list(head.batches()) == [] and not head.is_lost
+    assert_leaves_all_to_actors(begun(spec_of(stores), is_apart=True))
 
 
 never = threading.Event()
@@ -251,7 +251,7 @@ def hanging(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return image[:9, :9].copy()
 
 
-def test_a_micro_batch_over_its_time_is_given_up(stores: dict[str, Path]) -> None:
+def test_a_micro_batch_over_its_time_is_given_up(stores: Stores) -> None:
     transform = TransformConfig(time_limit_s=0.2)
     spec = stream(
         stores, train_transform=hanging, val_transform=None, transform=transform
@@ -286,7 +286,7 @@ def test_a_mark_of_a_process_that_is_gone_is_found(tmp_path: Path) -> None:
     ("world_size", "first", "expected"), [(1, 0, 7), (2, 0, 3), (1, 8, MAX_INT)]
 )
 def test_ranks_stop_before_what_was_in_work_when_a_process_ended(
-    stores: dict[str, Path], world_size: int, first: int, expected: int
+    stores: Stores, world_size: int, first: int, expected: int
 ) -> None:
     spec = stream(stores)
     places = list(islice(spec.plan.micro_batches(place_of(spec)), 9))

@@ -32,6 +32,8 @@ from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.start.pool_start import PooledStream
 from raypipe.streaming.supervisor import Supervisor
 
+Stores = dict[str, Path]
+
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
 
 
@@ -98,7 +100,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(ray_stream, name, value)
 
 
-def stream(stores: dict[str, Path], head_start: int, **changes: Any) -> StreamSpec:
+def stream(stores: Stores, head_start: int, **changes: Any) -> StreamSpec:
     options = {"transform": TransformConfig(train="light", val="center", size=24)}
     return open_stream(
         str(stores["train"]),
@@ -116,10 +118,14 @@ def streams_of(spec: StreamSpec, world_size: int) -> list[RayStreams]:
     ]
 
 
+def first_place(spec: StreamSpec) -> MicroBatchId:
+    return next(spec.plan.micro_batches(spec.plan.start()))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("head_start", [0, 1, 5, 10_000, -1])
 def test_ranks_and_pool_make_the_stream_of_one_process_from_any_place(
-    stores: dict[str, Path], world_size: int, head_start: int
+    stores: Stores, world_size: int, head_start: int
 ) -> None:
     spec = stream(stores, head_start)
     places = list(spec.plan.micro_batches(spec.plan.start()))
@@ -135,7 +141,7 @@ def test_ranks_and_pool_make_the_stream_of_one_process_from_any_place(
 
 
 def test_ranks_call_the_supervisor_from_before_their_head_start_on(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = Handle()
     calling = list[list[str]]()
@@ -149,14 +155,14 @@ def test_ranks_call_the_supervisor_from_before_their_head_start_on(
     monkeypatch.setattr(ray_stream, "start_supervisor", lambda *_, **__: handle)
     spec = stream(stores, 1)
     for one in streams_of(spec, 2):
-        one.open(next(spec.plan.micro_batches(spec.plan.start()))).close()
+        one.open(first_place(spec)).close()
     assert calling == [["rank 0"], ["rank 0", "rank 1"]]
     assert not [one for one in threading.enumerate() if "watchdog" in one.name]
 
 
 @pytest.mark.parametrize("head_start", [0, 1])
 def test_each_rank_holds_its_nodes_folder_of_finished_micro_batches(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch, head_start: int
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, head_start: int
 ) -> None:
     held = list[RankMemory]()
 
@@ -167,7 +173,7 @@ def test_each_rank_holds_its_nodes_folder_of_finished_micro_batches(
 
     monkeypatch.setattr(pool_start, "RankMemory", Held)
     spec = stream(stores, head_start)
-    place = next(spec.plan.micro_batches(spec.plan.start()))
+    place = first_place(spec)
     opened = [one.open(place) for one in streams_of(spec, 2)]
     for batches in opened:
         list(batches)
@@ -181,12 +187,12 @@ def fails(*_: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_error_of_the_pool_comes_behind_the_ranks_own_micro_batches(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch, world_size: int
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("raypipe.streaming.start.pool_start.end_actors", fails_not)
+    monkeypatch.setattr(pool_start, "end_actors", lambda *_: None)
     spec = stream(stores, 3)
-    start = next(spec.plan.micro_batches(spec.plan.start()))
+    start = first_place(spec)
     monkeypatch.setattr(pipeline, "splits", fails)
     for batches in [one.open(start) for one in streams_of(spec, world_size)]:
         for _ in range(3):
@@ -194,10 +200,6 @@ def test_an_error_of_the_pool_comes_behind_the_ranks_own_micro_batches(
         with pytest.raises(ConnectionRefusedError):
             next(batches)
         batches.close()
-
-
-def fails_not(*_: Any) -> None:
-    pass
 
 
 class Broken:
@@ -208,10 +210,10 @@ class Broken:
 
 
 def test_a_rank_that_cannot_make_its_own_leaves_all_to_the_pool_next_time(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = stream(stores, 3, train_transform=Broken(), val_transform=None)
-    start = next(spec.plan.micro_batches(spec.plan.start()))
+    start = first_place(spec)
     (streams,) = streams_of(spec, 1)
     fix: Callable[..., int] = ray_stream.HeadStart.fix
     # it is known too late
@@ -229,13 +231,13 @@ def test_a_rank_that_cannot_make_its_own_leaves_all_to_the_pool_next_time(
 
 
 def test_a_stream_is_closed_while_another_thread_waits_for_it(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(PooledStream, "connect", lambda *_: goes_on.wait())
     spec = stream(stores, 1)
     (streams,) = streams_of(spec, 1)
-    batches = streams.open(next(spec.plan.micro_batches(spec.plan.start())))
+    batches = streams.open(first_place(spec))
     left = list[Any]()
     reader = threading.Thread(target=lambda: left.extend(batches))
     reader.start()
@@ -249,7 +251,7 @@ def test_a_stream_is_closed_while_another_thread_waits_for_it(
 
 
 def test_a_batch_is_let_go_before_the_pools_next_one_is_asked_for(
-    stores: dict[str, Path],
+    stores: Stores,
 ) -> None:
     kept = list[Any]()
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import without_ray
 from local_head import LocalHead
 from signalled import assert_tells_how_to_go_on, ended_by, started
-from small_runs import parse_run
+from small_runs import assert_equal_weights, parse_run
 from tiers import is_soak
 
 from raypipe.commands.status import status
@@ -54,10 +53,6 @@ def run(
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -296,13 +291,3 @@ def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
         and "py_modules_files" in done.stdout
     )
     assert done.returncode == 1 and "exit code 3" in done.stdout + done.stderr
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    """The models of the last checkpoints of two runs are equal to the bit."""
-    models = []
-    for run_dir in (one, other):
-        newest = max(run_dir.glob("checkpoint_*/state.pt"))
-        models.append(torch.load(newest, weights_only=True)["model"])
-    assert models[0].keys() == models[1].keys()
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])

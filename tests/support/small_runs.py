@@ -78,3 +78,13 @@ def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
     weights: dict[str, torch.Tensor] = raypipe.read_checkpoint(last).state["model"]
     return weights
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    """The models of the last checkpoints of two runs are equal to the bit."""
+    models = []
+    for run_dir in (one, other):
+        newest = max(run_dir.glob("checkpoint_*/state.pt"))
+        models.append(torch.load(newest, weights_only=True)["model"])
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])

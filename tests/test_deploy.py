@@ -151,25 +151,8 @@ def test_neither_head_nor_node_starts_without_the_token(tmp_path: Path) -> None:
     assert not (tmp_path / ".ray").exists(), "a token that no other node has"
 
 
-def account(folder: Path, cidr: str) -> str:
-    """What deploy/aws-account.sh prints."""
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    script = ["bash", DEPLOY / "aws-account.sh", "my-bucket", cidr]
-    done = subprocess.run(
-        script, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the command `aws` is."""
-    return tmp_path_factory.mktemp("aws")
-
-
-@pytest.fixture(scope="module")
-def aws(folder: Path) -> Iterator[Any]:
+def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An AWS account as deploy/aws-account.sh leaves it; gives its EC2 client."""
     # Ray asks for all types of machine, of which moto has a thousand: seconds, for nothing.
     groups = [
@@ -185,8 +168,11 @@ def aws(folder: Path) -> Iterator[Any]:
             patch.delenv(name, raising=False)
         patch.setenv("AWS_DEFAULT_REGION", region)
         patch.setattr(InstanceTypeBackend, "instance_types", known)
+        folder = tmp_path_factory.mktemp("aws")  # where the command `aws` is
+        patch.setenv("PATH", str(folder), prepend=os.pathsep)
+        script = ["bash", DEPLOY / "aws-account.sh", "my-bucket", "203.0.113.7/32"]
         with moto.mock_aws(), AwsCli(folder):
-            account(folder, "203.0.113.7/32")
+            subprocess.run(script, stdout=subprocess.DEVNULL, check=True)
             yield boto3.client("ec2")
 
 
@@ -314,9 +300,6 @@ def test_google_cloud_knows_every_field_of_its_nodes(path: Path) -> None:
     assert gpus == groups["gpu"]["resources"]["GPU"]
     with pytest.raises(jsonschema.ValidationError, match="machineTyp"):
         jsonschema.validate({"machineTyp": "n2-standard-8"}, instance)
-
-
-# Hosts of eight GPUs
 
 
 # KubeRay

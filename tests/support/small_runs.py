@@ -70,6 +70,11 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
 def run_command(capsys: Capture, *words: object) -> dict[str, Any]:
     """The JSON of a command's last line."""
     cli.main([str(word) for word in words])
+    return last_result(capsys)
+
+
+def last_result(capsys: Capture) -> dict[str, Any]:
+    """The JSON of the last line that was printed."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
 

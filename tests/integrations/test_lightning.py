@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.integrations.lightning import StreamDataModule
+from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
@@ -67,8 +68,7 @@ class Module(pl.LightningModule):
         return sum(at.split == split for at in self.seen)
 
 
-def where(batch: Batch) -> Place:
-    at = batch.position
+def place_of(at: MicroBatchId) -> Place:
     return Place(at.split, at.epoch, at.step, at.micro)
 
 
@@ -76,7 +76,7 @@ def formed(batch: Batch) -> Any:
     return {
         "image": batch.image.float() / 255,
         "target": batch.target.clamp(min=0),
-        "at": where(batch),
+        "at": place_of(batch.position),
     }
 
 
@@ -222,7 +222,7 @@ def test_skipped_steps_never_come_and_a_resume_goes_around_them(
 ) -> None:
     spec = spec_of(4, skip=skip)
     expected = [
-        Place(at.split, at.epoch, at.step, at.micro)
+        place_of(at)
         for at in spec.plan.micro_batches(spec.plan.start())
         if (spec.plan.indices(at) >= 0).any()
     ]
@@ -329,12 +329,12 @@ def test_a_module_may_step_by_hand_and_resume(per_step: int, tmp_path: Path) -> 
 
 class OfBatches(Module):
     def training_step(self, batch: Any) -> torch.Tensor:
-        self.seen.append(where(batch))
+        self.seen.append(place_of(batch.position))
         self.log("images", float(len(batch.index)))
         return self.layer(batch.image.flatten(1).float()).mean()
 
     def validation_step(self, batch: Any) -> None:
-        self.seen.append(where(batch))
+        self.seen.append(place_of(batch.position))
 
 
 def test_a_module_can_take_whole_batches() -> None:

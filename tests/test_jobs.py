@@ -39,13 +39,12 @@ DIGITS += ["--pool.max_actors=1"]
 STEPS = 4 * 11
 
 
-def run(
-    *command: str, code: int = 0, cache: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **({"RAYPIPE_CACHE": str(cache)} if cache else {})}
+def refused(code: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a command says that ends with an exit code."""
+    environment = {**os.environ}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-m", "raypipe.commands.cli", *words],
         capture_output=True,
         text=True,
         env=environment,
@@ -85,7 +84,7 @@ def test_an_error_is_one_line_on_standard_error(
     arguments: list[str], message: str, stores: dict[str, Path]
 ) -> None:
     given = [str(stores["train"]) if a == "STORE" else a for a in arguments]
-    done = run("-m", "raypipe.commands.cli", *given, code=1)
+    done = refused(1, *given)
     assert (
         re.match(message, done.stderr.splitlines()[0])
         and "Traceback" not in done.stderr
@@ -94,12 +93,7 @@ def test_an_error_is_one_line_on_standard_error(
 
 
 def test_wrong_usage_ends_with_code_2() -> None:
-    assert (
-        "nonsense"
-        in run(
-            "-m", "raypipe.commands.cli", "digest", "x.lmdb", "--nonsense", "1", code=2
-        ).stderr
-    )
+    assert "nonsense" in refused(2, "digest", "x.lmdb", "--nonsense", "1").stderr
 
 
 # On a cluster's job server

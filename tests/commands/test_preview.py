@@ -30,11 +30,9 @@ FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything
 TRANSFORM = TransformConfig(train="light", size=SIZE)
 
 
-def memory(
-    num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = -1
-) -> MemoryStore:
+def memory(num: int = 30, bad: int = -1) -> MemoryStore:
     images = [b"\xff\xd8\xffbroken" if i == bad else picture(i) for i in range(num)]
-    return MemoryStore(images, [i % 5 for i in range(num)], classes)
+    return MemoryStore(images, [i % 5 for i in range(num)], CLASSES)
 
 
 def made(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,93 +114,103 @@ def test_a_mixture_has_weights_from_the_first_epoch_on(weights: Any) -> None:
         PlanConfig(mixture=weights)
 
 
-class Point(NamedTuple):
-    section: type
-    values: dict[str, Any]
-    message: str
-
-
 # All of these were taken, or ended in a TypeError, ValueError, OverflowError or MemoryError, there or later on.
-UNFIT = [
-    Point(
+UNFIT: list[tuple[type, str, Any, str]] = [
+    (
         PlanConfig,
-        {"seed": 1.5},
+        "seed",
+        1.5,
         "plan.seed must be a whole number of at least 0, got 1.5",
     ),
-    Point(
+    (
         PlanConfig,
-        {"seed": True},
+        "seed",
+        True,
         "plan.seed must be a whole number of at least 0, got True",
     ),
-    Point(
+    (
         PlanConfig,
-        {"seed": 10**9000},
+        "seed",
+        10**9000,
         "from 0 to 18446744073709551615, got an integer of 29898 bits",
     ),
-    Point(
+    (
         PlanConfig,
-        {"micro_batch_size": "8"},
+        "micro_batch_size",
+        "8",
         "plan.micro_batch_size must be a whole number .*, got '8'",
     ),
-    Point(
+    (
         PlanConfig,
-        {"mixture": {"a": "x"}},
+        "mixture",
+        {"a": "x"},
         r"plan.mixture\['a'\] must be a finite number .*, got 'x'",
     ),
-    Point(
+    (
         PlanConfig,
-        {"weights": float("inf")},
+        "weights",
+        float("inf"),
         "plan.weights must be a string or a number from 0 to 8, got inf",
     ),
-    Point(
+    (
         TransformConfig,
-        {"size": "224"},
+        "size",
+        "224",
         "transform.size must be a whole number .* or {.*}, got '224'",
     ),
-    Point(
+    (
         TransformConfig,
-        {"size": 1.5},
+        "size",
+        1.5,
         "transform.size must be a whole number .*, got 1.5",
     ),
-    Point(
+    (
         TransformConfig,
-        {"size": {0: 10**6}},
+        "size",
+        {0: 10**6},
         r"transform.size\[0\] must be .* from 1 to 14956, got 1000000",
     ),
-    Point(
+    (
         AugmentConfig,
-        {"mean": (float("nan"), 0, 0)},
+        "mean",
+        (float("nan"), 0, 0),
         r"augment.mean\[0\] must be a finite number, got nan",
     ),
-    Point(
+    (
         StoreConfig,
-        {"columns": {"a": {"length": 10**12}}},
+        "columns",
+        {"a": {"length": 10**12}},
         "columns.a.length must be .* from 0 to 16777216",
     ),
-    Point(
+    (
         StoreConfig,
-        {"columns": "caption"},
+        "columns",
+        "caption",
         r"store.columns must be \[string, …\] or .*, got 'caption'",
     ),
-    Point(
+    (
         TrainConfig,
-        {"use_gpu": 1},
+        "use_gpu",
+        1,
         "train.use_gpu must be true, false or 'auto', got 1",
     ),
-    Point(
+    (
         RunConfig,
-        {"plan": {"epochs": 3}},
+        "plan",
+        {"epochs": 3},
         "plan must be a PlanConfig, got {'epochs': 3}",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    "point", UNFIT, ids=lambda point: "-".join(map(str, point.values))[:40]
+    ("section", "name", "value", "message"), UNFIT, ids=[unfit[1] for unfit in UNFIT]
 )
-def test_a_value_of_the_wrong_type_is_refused_by_name(point: Point) -> None:
-    with pytest.raises(ConfigError, match=point.message):
-        point.section(**point.values)
+def test_a_value_of_the_wrong_type_is_refused_by_name(
+    section: type, name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        section(**{name: value})
 
 
 def test_numbers_and_arrays_of_numpy_become_plain_ones() -> None:

@@ -115,11 +115,9 @@ def test_what_ray_up_copies_runs_and_mounts_is_there(path: Path) -> None:
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
 
 
-def container_environment(config: dict[str, Any], *options: str) -> dict[str, str]:
+def container_environment(config: dict[str, Any]) -> dict[str, str]:
     """What `docker run` is told to set by the options of a cluster's file."""
-    words = shlex.split(
-        " ".join(option for name in options for option in config["docker"][name])
-    )
+    words = shlex.split(" ".join(config["docker"]["run_options"]))
     return dict(
         value.split("=", 1)
         for flag, value in itertools.pairwise(words)
@@ -132,7 +130,7 @@ def test_neither_head_nor_node_starts_without_the_token(tmp_path: Path) -> None:
     ours = {
         name: value for name, value in os.environ.items() if not name.startswith("RAY_")
     }
-    of_container = container_environment(config, "run_options")
+    of_container = container_environment(config)
     assert of_container["RAY_AUTH_MODE"] == "token", "these would start, and stay"
     for command in (
         config["head_start_ray_commands"][1],
@@ -151,25 +149,8 @@ def test_neither_head_nor_node_starts_without_the_token(tmp_path: Path) -> None:
     assert not (tmp_path / ".ray").exists(), "a token that no other node has"
 
 
-def account(folder: Path, cidr: str) -> str:
-    """What deploy/aws-account.sh prints."""
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    script = ["bash", DEPLOY / "aws-account.sh", "my-bucket", cidr]
-    done = subprocess.run(
-        script, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the command `aws` is."""
-    return tmp_path_factory.mktemp("aws")
-
-
-@pytest.fixture(scope="module")
-def aws(folder: Path) -> Iterator[Any]:
+def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An AWS account as deploy/aws-account.sh leaves it; gives its EC2 client."""
     # Ray asks for all types of machine, of which moto has a thousand: seconds, for nothing.
     groups = [
@@ -185,8 +166,11 @@ def aws(folder: Path) -> Iterator[Any]:
             patch.delenv(name, raising=False)
         patch.setenv("AWS_DEFAULT_REGION", region)
         patch.setattr(InstanceTypeBackend, "instance_types", known)
+        folder = tmp_path_factory.mktemp("aws")  # where the command `aws` is
+        patch.setenv("PATH", str(folder), prepend=os.pathsep)
+        script = ["bash", DEPLOY / "aws-account.sh", "my-bucket", "203.0.113.7/32"]
         with moto.mock_aws(), AwsCli(folder):
-            account(folder, "203.0.113.7/32")
+            subprocess.run(script, stdout=subprocess.DEVNULL, check=True)
             yield boto3.client("ec2")
 
 
@@ -316,14 +300,12 @@ def test_google_cloud_knows_every_field_of_its_nodes(path: Path) -> None:
         jsonschema.validate({"machineTyp": "n2-standard-8"}, instance)
 
 
-# Hosts of eight GPUs
-
-
 # KubeRay
 
 
-def groups_of(cluster: dict[str, Any]) -> list[dict[str, Any]]:
-    return [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+def groups_of(kuberay: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    spec = kuberay["RayCluster"]["spec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
 def test_the_manifests_fit_the_kept_model_of_kuberay(
@@ -342,7 +324,7 @@ def test_kubernetes_knows_every_field_of_the_pods(
     kuberay: dict[str, dict[str, Any]],
 ) -> None:
     version = kubernetes_validate.latest_version()
-    for group in groups_of(kuberay["RayCluster"]):
+    for group in groups_of(kuberay):
         spec = group["template"]["spec"]
         metadata = {"name": "pod", **group["template"].get("metadata", {})}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -379,7 +361,7 @@ def test_pods_of_a_run_are_not_moved_and_workers_are_drained_first(
     kuberay: dict[str, dict[str, Any]],
 ) -> None:
     version = kubernetes_validate.latest_version()
-    head, cpu, gpu = (group["template"] for group in groups_of(kuberay["RayCluster"]))
+    head, cpu, gpu = (group["template"] for group in groups_of(kuberay))
     for stays in (head, gpu, kuberay["Job"]["spec"]["template"]):
         assert stays["metadata"]["annotations"] == {
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -470,7 +452,6 @@ def test_the_image_ray_and_the_manifests_agree_on_versions(
     image = f"raypipe:{version}"
     assert {load(path)["docker"]["image"] for path in RAY_UP} == {image}
     containers = [
-        group["template"]["spec"]["containers"][0]
-        for group in groups_of(kuberay["RayCluster"])
+        group["template"]["spec"]["containers"][0] for group in groups_of(kuberay)
     ]
     assert {container["image"] for container in containers} == {image}

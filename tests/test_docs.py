@@ -343,14 +343,6 @@ def test_the_digests_of_docs_reproducibility_are_as_it_says(
 NOTEBOOK = ROOT / "docs" / "preview.ipynb"
 
 
-def cells() -> list[dict[str, Any]]:
-    return [
-        cell
-        for cell in json.loads(NOTEBOOK.read_text())["cells"]
-        if cell["cell_type"] == "code"
-    ]
-
-
 @pytest.mark.soak  # what it calls is called by the pages' programs too
 def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -358,7 +350,9 @@ def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in cells():
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] != "code":
+            continue
         exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
         shown = [
             "".join(output["text"])

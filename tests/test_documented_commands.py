@@ -5,7 +5,6 @@ Streams are made small by further options behind those of the page.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import cv2
 import pytest
 from documented import PAGES, ROOT, blocks, commands
 
-from raypipe.commands import cli
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 
 import without_ray  # isort: skip
 from pictures import CLASSES, picture, samples  # isort: skip
-from small_runs import small_run  # isort: skip
+from small_runs import run_command, small_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages]
 
@@ -44,8 +42,7 @@ def of(page: str, *names: str) -> list[list[str]]:
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What a command's last line says."""
     assert words[0] == "raypipe"
-    cli.main([*words[1:], *SMALL.get(words[1], [])])
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    return run_command(capsys, *words[1:], *SMALL.get(words[1], []))
 
 
 @pytest.fixture

@@ -22,11 +22,9 @@ LLMS = (ROOT / "llms.txt").read_text()
 SOURCES = (".py", ".yaml", ".yml", ".json", ".h", ".c", ".sh")
 
 
-def named(heading: str = "", until: str = "\n## ") -> set[str]:
-    """What stands between backticks, in a section or in the page; of `a.b(c) -> d` also what comes before (."""
-    text = (
-        TEXT.partition(f"\n## {heading}\n")[2].partition(until)[0] if heading else TEXT
-    )
+def named(heading: str) -> set[str]:
+    """What stands between backticks in a section; of `a.b(c) -> d` also what comes before (."""
+    text = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     code = re.findall(
         r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     )

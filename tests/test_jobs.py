@@ -18,11 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import without_ray
 from local_head import LocalHead
 from signalled import assert_tells_how_to_go_on, ended_by, started
-from small_runs import parse_run
+from small_runs import assert_equal_weights, parse_run
 from tiers import is_soak
 
 from raypipe.commands.status import status
@@ -40,13 +39,12 @@ DIGITS += ["--pool.max_actors=1"]
 STEPS = 4 * 11
 
 
-def run(
-    *command: str, code: int = 0, cache: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **({"RAYPIPE_CACHE": str(cache)} if cache else {})}
+def refused(code: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a command says that ends with an exit code."""
+    environment = {**os.environ}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-m", "raypipe.commands.cli", *words],
         capture_output=True,
         text=True,
         env=environment,
@@ -54,10 +52,6 @@ def run(
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +84,7 @@ def test_an_error_is_one_line_on_standard_error(
     arguments: list[str], message: str, stores: dict[str, Path]
 ) -> None:
     given = [str(stores["train"]) if a == "STORE" else a for a in arguments]
-    done = run("-m", "raypipe.commands.cli", *given, code=1)
+    done = refused(1, *given)
     assert (
         re.match(message, done.stderr.splitlines()[0])
         and "Traceback" not in done.stderr
@@ -99,12 +93,7 @@ def test_an_error_is_one_line_on_standard_error(
 
 
 def test_wrong_usage_ends_with_code_2() -> None:
-    assert (
-        "nonsense"
-        in run(
-            "-m", "raypipe.commands.cli", "digest", "x.lmdb", "--nonsense", "1", code=2
-        ).stderr
-    )
+    assert "nonsense" in refused(2, "digest", "x.lmdb", "--nonsense", "1").stderr
 
 
 # On a cluster's job server
@@ -296,13 +285,3 @@ def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
         and "py_modules_files" in done.stdout
     )
     assert done.returncode == 1 and "exit code 3" in done.stdout + done.stderr
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    """The models of the last checkpoints of two runs are equal to the bit."""
-    models = []
-    for run_dir in (one, other):
-        newest = max(run_dir.glob("checkpoint_*/state.pt"))
-        models.append(torch.load(newest, weights_only=True)["model"])
-    assert models[0].keys() == models[1].keys()
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])

@@ -47,25 +47,6 @@ def of_an_image(image):
 """
 
 MISTAKES = {
-    "a setting is misspelt": (["--plan.epoch=3"], "did you mean 'plan.epochs'?"),
-    "a section is left out": (["--epochs=3"], "did you mean 'plan.epochs'?"),
-    "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
-    "no whole number": (
-        ["--plan.seed=1.5"],
-        "plan.seed must be a whole number of at least 0, got 1.5",
-    ),
-    "a word for a number": (
-        ["--plan.mixture={a: x}"],
-        "plan.mixture['a'] must be a finite number of at least 0, got 'x'",
-    ),
-    "no number": (
-        ["--augment.mean=[.nan,1,1]"],
-        "augment.mean[0] must be a finite number, got nan",
-    ),
-    "a number out of range": (
-        ["--plan.epochs=0"],
-        "plan.epochs must be a whole number of at least 1, got 0",
-    ),
     "no file": (["--store.train=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (
@@ -118,10 +99,6 @@ MISTAKES = {
         "ValueError: no such thing",
     ),
     "no such model": (["--train.model=resnet5O"], "did you mean resnet50 or "),
-    "no such optimizer": (
-        ["--train.optimizer=adam"],
-        "train.optimizer must be module:function or one of ['sgd', ",
-    ),
     "no such loss": (
         ["--train.loss=my_code:nothing"],
         "train.loss 'my_code:nothing' cannot be imported",

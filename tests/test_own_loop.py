@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from documented import ROOT, blocks
+from documented import ROOT, blocks, defined
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,10 +135,7 @@ def test_readmes_fifteen_lines_train_validate_and_leave_a_checkpoint(
 @pytest.mark.usefixtures("one_process_group")
 def test_the_hooks_of_ddp_compress_the_gradient_of_each_step() -> None:
     """The page's hooks: in bf16, and by matrices of a low rank from a step on."""
-    page = blocks("python", ROOT / "docs" / "training-loop.md")
-    (code,) = (code for code in page if "register_comm_hook" in code)
-    names: dict[str, Any] = {}
-    exec(compile(code, "training-loop.md", "exec"), names)
+    names = defined("training-loop.md", "compress_gradients")
 
     def gradients(**options: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -165,10 +162,7 @@ def test_the_hooks_of_ddp_compress_the_gradient_of_each_step() -> None:
 
 def test_attacked_images_are_near_and_have_a_larger_loss() -> None:
     """The page's attack: a step of the pixels along the gradient, under the same augmentation."""
-    page = blocks("python", ROOT / "docs" / "training-loop.md")
-    names = dict[str, Any]()
-    for code in (page[0], next(code for code in page if "def attacked(" in code)):
-        exec(compile(code, "training-loop.md", "exec"), names)
+    names = defined("training-loop.md", "attacked")
     spec = raypipe.open_stream(
         *digits_stores(),
         plan=raypipe.PlanConfig(micro_batch_size=32),
@@ -199,13 +193,9 @@ def test_metrics_reach_the_functions_of_the_page() -> None:
             OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config)
         ),
     }
-    names: dict[str, Any] = {"Path": Path, "raypipe": raypipe}
-    page = blocks("python", ROOT / "docs" / "training-loop.md")
     train, val = digits_stores()
     with mock.patch.dict(sys.modules, modules):
-        for name in ("log_to_wandb", "stream_of"):
-            (code,) = (code for code in page if f"def {name}(" in code)
-            exec(compile(code, "training-loop.md", "exec"), names)
+        names = defined("training-loop.md", "log_to_wandb", "stream_of")
         for rank in range(2):
             at = SimpleNamespace(rank=rank, global_step=8)
             names["log_to_wandb"](at, {"accuracy": 0.5})

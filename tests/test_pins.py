@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import itertools
+import runpy
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-
-
-@pytest.fixture(scope="module")
-def pins() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pins", ROOT / "deploy/pins.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def imported(path: Path) -> set[str]:
@@ -58,7 +47,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
             )
 
 
-def test_uv_and_the_image_have_one_list_of_exact_versions(pins: ModuleType) -> None:
+def test_uv_and_the_image_have_one_list_of_exact_versions() -> None:
     lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
     listed = [line for line in lines if not line.startswith("#")]
     uv = PROJECT["tool"]["uv"]
@@ -66,7 +55,8 @@ def test_uv_and_the_image_have_one_list_of_exact_versions(pins: ModuleType) -> N
     assert set(uv["build-constraint-dependencies"]) <= set(listed)
     # Written again, both are as they are.
     text = (ROOT / "pyproject.toml").read_text()
-    assert pins.with_lists(text, listed, uv["build-constraint-dependencies"]) == text
+    with_lists = runpy.run_path(str(ROOT / "deploy/pins.py"))["with_lists"]
+    assert with_lists(text, listed, uv["build-constraint-dependencies"]) == text
 
 
 def test_every_requirement_has_a_pin_within_its_range() -> None:

@@ -101,19 +101,20 @@ def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(
         "--plan.micro_batch_size=6",
         "--plan.global_batch_size=24",
         "--transform.size=12",
-    ]
-    small += [
         "--transform.train=small",
         "--transform.val=resize",
         "--train.model=small",
         "--pool.engine=inline",
     ]
-    stored = [
+    arguments = [
+        *small,
         f"--store.train={stores['train']}",
         f"--store.val={stores['val']}",
         f"--storage_path={folder.parent}",
+        "--name=mine",
+        "--trials=2",
+        "--seeds=2",
     ]
-    arguments = [*small, *stored, "--name=mine", "--trials=2", "--seeds=2"]
 
     def interrupt() -> None:
         while not list(folder.glob("trials/search-*/checkpoint*/*")):

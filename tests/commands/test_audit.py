@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from logged_runs import run_logged
+from small_runs import last_result, run_command
 
 from raypipe.commands.audit import print_audit
-from raypipe.commands.cli import main
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.streaming.opening import open_stream
+
+Audit = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +33,14 @@ def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-class Command:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *words: object, fails: bool = False) -> dict[str, Any]:
-        """The object that it prints; `fails` says that its exit code must be 1."""
-        try:
-            main(["audit", *map(str, words), "--json"])
-            assert not fails, "the exit code was 0"
-        except SystemExit as end:
-            assert fails and end.code == 1
-        return json.loads(self._capsys.readouterr().out.splitlines()[-1])
-
-
 @pytest.fixture
-def audit(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
+def audit(capsys: pytest.CaptureFixture[str]) -> Audit:
+    """Runs the command in this process, and gives the object that it prints."""
+    return lambda *words: run_command(capsys, "audit", *words, "--json")
 
 
 def test_a_sound_run_passes_by_chosen_micro_batches(
-    run: Path, audit: Command, capsys: pytest.CaptureFixture[str]
+    run: Path, audit: Audit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = audit(run, "--samples", 5, "--seed", 11)
     assert result["ok"] and result["findings"] == [] and result["seconds"] > 0
@@ -67,24 +54,26 @@ def test_a_sound_run_passes_by_chosen_micro_batches(
 
 
 def test_an_altered_run_ends_with_exit_code_1_and_names_the_change(
-    run: Path, tmp_path: Path, audit: Command, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, audit: Audit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     altered = Path(shutil.copytree(run, tmp_path / "altered"))
     (file,) = (altered / "digests").glob("*.jsonl")
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:5] + lines[6:]))
-    result = audit(altered, fails=True)
-    print_audit(result)
+    with pytest.raises(SystemExit, match="1"):
+        audit(altered)
+    print_audit(last_result(capsys))
     text = capsys.readouterr().out
     found = f"lines: epoch 0: {file.name} has other lines than its rank has written"
     assert text.endswith(f"{found}\n1 finding\n")
 
 
 def test_another_root_than_the_published_one_is_a_finding(
-    run: Path, audit: Command
+    run: Path, audit: Audit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = audit(run, "--samples", 0)
     for root in (plain["root"], plain["epochs"]["0"]["root"]):
         assert audit(run, "--samples", 0, "--root", root)["ok"]
-    other = audit(run, "--samples", 0, "--root", "0" * 64, fails=True)
-    assert "the published 000" in other["findings"][0]["text"]
+    with pytest.raises(SystemExit, match="1"):
+        audit(run, "--samples", 0, "--root", "0" * 64)
+    assert "the published 000" in last_result(capsys)["findings"][0]["text"]

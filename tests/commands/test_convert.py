@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -18,9 +17,9 @@ import pytest
 import ray
 from patience import until
 from PIL import Image
+from small_runs import run_command
 
 from raypipe import kernel
-from raypipe.commands import cli
 from raypipe.commands.convert import convert as _convert
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.kernel import is_seekable
@@ -310,13 +309,13 @@ class TestConvert:
     ) -> None:
         make_folder(tmp_path)
         dst = tmp_path / "copy.parquet"
-        args = ["convert", str(tmp_path / "source"), str(dst), "--short-side=4"]
-        cli.main([*args, "--quality=50", "--on-bad-sample", "skip"])
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        args = ["convert", tmp_path / "source", dst, "--short-side=4"]
+        given = ["--quality=50", "--on-bad-sample", "skip"]
+        found = run_command(capsys, *args, *given)
         assert (found["samples"], found["classes"], found["skipped"]) == (NUM, 5, 0)
         assert found["bytes"] < sum(map(len, IMAGES))
         with pytest.raises(SystemExit, match="1"):
-            cli.main(args)
+            run_command(capsys, *args)
         captured = capsys.readouterr()
         last = captured.err.splitlines()[-1]
         assert captured.out == "" and last.startswith(f"error: {dst} exists: ")

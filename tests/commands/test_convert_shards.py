@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import date, time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from copied import written
 from pictures import picture
 
 from raypipe.commands import copies
-from raypipe.commands.copied_samples import store_rows, with_later
+from raypipe.commands.copied_samples import with_later
 from raypipe.commands.copies import (
     CopySettings,
     shard_fingerprint,
-    write_shard,
 )
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
@@ -195,11 +194,8 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         return shard_fingerprint(file, columns)
 
     monkeypatch.setattr(copies, "shard_fingerprint", damaged)
-    settings = CopySettings(
-        dst=str(tmp_path), suffix=suffix, columns={"image": "binary"}
-    )
-    rows = partial(store_rows, MemoryStore(images, None), 0, 100, settings)
+    settings = CopySettings(suffix=suffix, columns={"image": "binary"})
     with pytest.raises(
         StoreError, match=f"00000{suffix} does not read back as it was written"
     ):
-        list(write_shard(rows, 0, 0, settings))
+        written(MemoryStore(images, None), tmp_path, settings)

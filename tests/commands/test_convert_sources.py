@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import raypipe
-from raypipe.commands import cli, copied_samples
+from raypipe.commands import copied_samples
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
@@ -22,21 +22,12 @@ from raypipe.stores.sources import open_source
 from raypipe.transform.decode.rgb import decode
 
 from pictures import picture  # isort: skip
+from small_runs import run_command  # isort: skip
 
 DATA = Path(__file__).parents[1] / "stores" / "data"
 IMAGES = [picture(i, 8, 8) for i in range(30)]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
-
-
-def converted(
-    capsys: pytest.CaptureFixture[str], src: str | Path, dst: Path, *options: str
-) -> Store:
-    cli.main(["convert", str(src), str(dst), *options])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    store = open_store(dst)
-    assert found["samples"] == len(store)
-    return store
 
 
 def contents(store: Store) -> dict[str, list[Any]]:
@@ -54,7 +45,9 @@ def test_a_split_of_hugging_face(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     src = DATA / "hugging-face" / "train-*.parquet"
-    store = converted(capsys, src, tmp_path / "train.lmdb")
+    found = run_command(capsys, "convert", src, tmp_path / "train.lmdb")
+    store = open_store(tmp_path / "train.lmdb")
+    assert found["samples"] == len(store)
     assert contents(store) == contents(open_store(src)) and store.classes == (
         "cat",
         "dog",

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from copied import written
 from image_files import saved
 from PIL import Image
 
-from raypipe.commands.copied_samples import store_rows
 from raypipe.commands.copies import (
     NO_SIZE,
     CopySettings,
-    Report,
     header_sides,
-    write_shard,
 )
 from raypipe.errors import SampleError
 from raypipe.stores import open_store
@@ -33,15 +30,6 @@ def on_its_side(height: int, width: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     return saved(np.zeros((height, width, 3), np.uint8), exif=exif)
-
-
-def written(store: MemoryStore, folder: Path, settings: CopySettings) -> list[Report]:
-    """The reports of a task that writes a store as 00000.lmdb, or the suffix of the settings."""
-    settings = replace(
-        settings, dst=str(folder), suffix=settings.suffix or ".lmdb", source="x"
-    )
-    rows = partial(store_rows, store, 0, len(store), settings)
-    return list(write_shard(rows, 0, 0, settings))
 
 
 PNG = cv2.imencode(".png", np.zeros((5, 9, 3), np.uint8))[1].tobytes()

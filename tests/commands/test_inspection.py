@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from small_runs import run_command
 
 from raypipe.commands import cli
 from raypipe.commands.checked_samples import check_samples
@@ -88,15 +88,10 @@ def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
 # The command without Ray
 
 
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 def test_the_command_prints_the_description(
     stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main(["inspect", str(stores["train"])])
-    found = last_line(capsys)
+    found = run_command(capsys, "inspect", stores["train"])
     assert found == describe(open_store(stores["train"]))
     cli.print_result(found)
     heading, *rows = capsys.readouterr().out.splitlines()
@@ -152,14 +147,12 @@ def test_every_bad_sample_is_listed_and_can_be_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cli.main(["verify", str(stores["parquet"])])
-    found = last_line(capsys)
+    found = run_command(capsys, "verify", stores["parquet"])
     assert (found["samples"], found["bad_samples"], found["list"]) == (100, 0, None)
     images = open_store(stores["parquet"]).read(np.arange(100))["image"]
     assert found["classes"] == 5 and found["bytes"] == sum(map(len, images))
     assert list(tmp_path.iterdir()) == []
-    cli.main(["verify", str(damaged)])
-    found = last_line(capsys)
+    found = run_command(capsys, "verify", damaged)
     output = tmp_path / "train.lmdb.bad.json"
     assert (found["samples"], found["bad_samples"], found["list"]) == (
         NUM,

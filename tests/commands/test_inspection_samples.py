@@ -28,10 +28,9 @@ NUM = 100
 IMAGES = [picture(i) for i in range(NUM)]
 
 
-def damaged(store: Store) -> dict[int, str]:
-    return {
-        s.index: s.error for s in check_samples(store, np.arange(len(store))) if s.error
-    }
+def damaged(store: Store, **targets: str) -> dict[int, str]:
+    checked = check_samples(store, np.arange(len(store)), targets)
+    return {sample.index: sample.error for sample in checked if sample.error}
 
 
 def test_a_sample_is_described_by_its_bytes_and_pixels() -> None:
@@ -130,23 +129,18 @@ def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
         columns={"seg": masks, "objects": [json.dumps(each) for each in boxes]},
     )
 
-    def bad(**targets: str) -> dict[int, str]:
-        return {
-            s.index: s.error
-            for s in check_samples(store, np.arange(6), targets)
-            if s.error
-        }
-
-    assert bad() == {}
-    found = bad(mask="seg")
+    assert damaged(store) == {}
+    found = damaged(store, mask="seg")
     assert found.keys() == {2, 3, 4}
     assert (
         found[2] == "the mask has no value"
         and "PNG of a mask: " in found[3]
         and "no PNG" in found[4]
     )
-    assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
-    assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}
+    assert (
+        "reaches out of the image of 48x40 pixels" in damaged(store, boxes="objects")[5]
+    )
+    assert damaged(store, mask="seg", boxes="objects").keys() == {2, 3, 4, 5}
 
 
 def test_columns_are_checked_where_they_are_asked_for_and_described() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import CLASSES, picture
+from small_runs import run_command
 
 from raypipe.commands.cli import main
 from raypipe.commands.preview import preview
@@ -30,11 +30,9 @@ FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything
 TRANSFORM = TransformConfig(train="light", size=SIZE)
 
 
-def memory(
-    num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = -1
-) -> MemoryStore:
+def memory(num: int = 30, bad: int = -1) -> MemoryStore:
     images = [b"\xff\xd8\xffbroken" if i == bad else picture(i) for i in range(num)]
-    return MemoryStore(images, [i % 5 for i in range(num)], classes)
+    return MemoryStore(images, [i % 5 for i in range(num)], CLASSES)
 
 
 def made(
@@ -206,8 +204,8 @@ def test_the_command(
     shown = ["--show-epochs=1", "--plan.epochs=5", "--indices=[7,3,7]"]
     settings = ["--plan.micro_batch_size=8", "--augment.cutmix-alpha", "1"]
     output = tmp_path / "a.png"
-    main(["preview", str(stores["train"]), *shown, *settings, "-o", str(output)])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    given = [*shown, *settings, "-o", output]
+    found = run_command(capsys, "preview", stores["train"], *given)
     assert found == {"output": str(output), "samples": 3, "epochs": 1}
     assert output.read_bytes()[:4] == b"\x89PNG"
 
@@ -220,17 +218,8 @@ def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
         [str(stores["train"]), "--store.filter=label == 1"],
         [f"--store.train={one}"],
     ):
-        main(
-            [
-                "preview",
-                *args,
-                "--show-epochs=1",
-                "--samples=2",
-                "-o",
-                str(tmp_path / "a.png"),
-            ]
-        )
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 2
+        shown = ["--show-epochs=1", "--samples=2", "-o", tmp_path / "a.png"]
+        assert run_command(capsys, "preview", *args, *shown)["samples"] == 2
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from copied import written
 
 from raypipe.commands.convert import convert
-from raypipe.commands.copied_samples import store_rows, store_samples
+from raypipe.commands.copied_samples import store_samples
 from raypipe.commands.copies import (
     CopySettings,
     class_numbers,
-    write_shard,
 )
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import MemoryStore, Store, open_store
@@ -32,13 +31,12 @@ def folder(root: Path, *names: str) -> Store:
 
 def copy(store: Store, file: Path, classes: tuple[str, ...], **options: Any) -> Store:
     file.mkdir()
-    options |= {"dst": str(file), "suffix": file.suffix}
     numbers = class_numbers("x", True, store.classes, classes)
     columns = {"image": "binary", "label": "int64", "name": "string"}
-    settings = CopySettings(classes=classes, numbers=numbers, **options)
-    settings = settings.of_columns(columns)
-    rows = partial(store_rows, store, 0, len(store), settings)
-    list(write_shard(rows, 0, 0, settings))
+    settings = CopySettings(
+        classes=classes, numbers=numbers, suffix=file.suffix, **options
+    )
+    written(store, file, settings.of_columns(columns))
     return open_store(file)
 
 

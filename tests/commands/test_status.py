@@ -125,23 +125,19 @@ def test_a_run_that_has_not_begun_to_train_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("# A run of raypipe: its settings.\n")
-    with pytest.raises(SystemExit):
-        main(["status", str(tmp_path)])
-    assert (
-        "has no status.json: the run has not begun to train" in capsys.readouterr().err
-    )
+
+    def error_of(run: Path) -> str:
+        with pytest.raises(SystemExit):
+            main(["status", str(run)])
+        return capsys.readouterr().err
+
+    not_begun = "has no status.json: the run has not begun to train"
+    assert not_begun in error_of(tmp_path)
     write_error(tmp_path.as_uri(), "no GPU")
-    with pytest.raises(SystemExit):
-        main(["status", str(tmp_path)])
-    assert (
-        "the run has failed before it began to train: no GPU" in capsys.readouterr().err
-    )
-    with pytest.raises(SystemExit):
-        main(["status", str(tmp_path / "config.yaml")])
-    assert (
-        "config.yaml cannot be used: [Errno 20] Not a directory"
-        in capsys.readouterr().err
-    )
+    failed = "the run has failed before it began to train: no GPU"
+    assert failed in error_of(tmp_path)
+    no_folder = "config.yaml cannot be used: [Errno 20] Not a directory"
+    assert no_folder in error_of(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ def rewritten(change: Callable[[list[str]], list[str]], *place: int) -> Change:
     return forge
 
 
+def without_last(num: int, epoch: int) -> Change:
+    return rewritten(lambda lines: lines[:-num], epoch)
+
+
 def removed(names: str) -> Change:
     return lambda run: [path.unlink() for path in (run / "digests").glob(names)]
 
@@ -164,15 +168,15 @@ def appended(*place: int, **changed: Any) -> Change:
     return rewritten(change, *place)
 
 
-def exchanged(names: tuple[str, ...], one: int, other: int, epoch: int = 0) -> Change:
-    """Exchanges the hashes of a line of epoch 0 and a line of an epoch."""
+def exchanged(names: tuple[str, ...], epoch: int = 0) -> Change:
+    """Exchanges the hashes of the first line of epoch 0 and the fourth of an epoch."""
 
     def forge(run: Path) -> None:
-        first = json.loads(lines_of(digest_file(run, 0))[1 + one])
-        second = json.loads(lines_of(digest_file(run, epoch))[1 + other])
+        first = json.loads(lines_of(digest_file(run, 0))[1])
+        second = json.loads(lines_of(digest_file(run, epoch))[4])
         for name in names:
-            entry(one, 0, **{name: lambda _, name=name: second[name]})(run)
-            entry(other, epoch, **{name: lambda _, name=name: first[name]})(run)
+            entry(0, 0, **{name: lambda _, name=name: second[name]})(run)
+            entry(3, epoch, **{name: lambda _, name=name: first[name]})(run)
 
     return forge
 
@@ -220,90 +224,72 @@ def other_cpu(run: Path) -> None:
 
 
 BOTH = ("hash", "finished")
-FORGED: dict[str, tuple[str, Change]] = {
-    "exchanged in an epoch": ("whole", exchanged(BOTH, 0, 3)),
-    "exchanged, redone": ("whole", redone(exchanged(BOTH, 0, 3))),
-    "exchanged across epochs, redone": ("whole", redone(exchanged(BOTH, 0, 3, 1))),
-    "exchanged, finished alone, redone": (
-        "whole",
-        redone(exchanged(("finished",), 0, 3)),
-    ),
-    "a hash": ("whole", entry(2, 1, hash=flipped)),
-    "a hash, redone": ("whole", redone(entry(2, 1, hash=flipped))),
-    "finished": ("whole", entry(2, 1, finished=flipped)),
-    "finished, redone": ("whole", redone(entry(2, 1, finished=flipped))),
-    "finished removed": ("whole", entry(2, 1, finished=None)),
-    "finished removed, redone": ("whole", redone(entry(2, 1, finished=None))),
-    "another CPU": ("whole", other_cpu),
-    **{
-        f"the last {num} lines of epoch {epoch}": (
-            "whole",
-            rewritten(lambda lines, num=num: lines[:-num], epoch),  # type: ignore[misc]
-        )
-        for epoch in range(3)
-        for num in (1, 2, 6)
+EPOCHS = range(3)
+FORGED: dict[str, dict[str, Change]] = {
+    "whole": {
+        "exchanged in an epoch": exchanged(BOTH),
+        "exchanged, redone": redone(exchanged(BOTH)),
+        "exchanged across epochs, redone": redone(exchanged(BOTH, 1)),
+        "exchanged, finished alone, redone": redone(exchanged(("finished",))),
+        "a hash": entry(2, 1, hash=flipped),
+        "a hash, redone": redone(entry(2, 1, hash=flipped)),
+        "finished": entry(2, 1, finished=flipped),
+        "finished, redone": redone(entry(2, 1, finished=flipped)),
+        "finished removed": entry(2, 1, finished=None),
+        "finished removed, redone": redone(entry(2, 1, finished=None)),
+        "another CPU": other_cpu,
+        **{
+            f"the last {num} lines of epoch {epoch}": without_last(num, epoch)
+            for epoch in EPOCHS
+            for num in (1, 2, 6)
+        },
+        "the last bytes": lambda run: os.truncate(digest_file(run, 1), 700),
+        **{f"file of epoch {n}": removed(f"epoch-{n:04d}-*.jsonl") for n in EPOCHS},
+        "appended with another hash": appended(1, hash=flipped),
+        "appended with other finished tensors": appended(1, finished=flipped),
+        "appended, of no place": appended(
+            1, micro_batch=lambda _: "train-e0001-s000099-m000"
+        ),
+        "appended, of another kind": rewritten(
+            lambda lines: [*lines, '{"kind": "root", "root": ""}\n'], 1
+        ),
+        "seed": setting("plan", "seed", 9),
+        "transform": setting("transform", "train", "light"),
+        "augmentation": setting("augment", "mixup_alpha", 0.9),
+        "plan": started(lambda start: start["stream"].update(plan="0" * 16)),
+        "epochs lowered": setting("plan", "epochs", 2),
     },
-    "the last bytes": (
-        "whole",
-        lambda run: os.truncate(digest_file(run, 1), 700),
-    ),
-    **{
-        f"file of epoch {epoch}": (
-            "whole",
-            removed(f"epoch-{epoch:04d}-*.jsonl"),
-        )
-        for epoch in range(3)
+    "two": {
+        **{
+            f"rank 1 of epoch {n}": removed(f"epoch-{n:04d}-rank-0001-*.jsonl")
+            for n in EPOCHS
+        },
+        "all of rank 1": removed("*-rank-0001-*"),
+        "a count": removed("epoch-0001-rank-0001-*.json"),
+        "appended to another rank's file": appended(1, 1, hash=flipped),
+        "workers": started(lambda start: start.update(workers=1)),
     },
-    **{
-        f"rank 1 of epoch {epoch}": (
-            "two",
-            removed(f"epoch-{epoch:04d}-rank-0001-*.jsonl"),
-        )
-        for epoch in range(3)
+    "killed": {
+        "a killed epoch": removed("epoch-0001-*.jsonl"),
+        "a killed epoch cut": without_last(2, 1),
     },
-    "all of rank 1": ("two", removed("*-rank-0001-*")),
-    "a count": ("two", removed("epoch-0001-rank-0001-*.json")),
-    "rank 1 of a killed epoch": (
-        "killed two",
-        removed("epoch-0001-rank-0001-*.jsonl"),
-    ),
-    "rank 0 of a killed epoch": (
-        "killed two",
-        removed("epoch-0001-rank-0000-*.jsonl"),
-    ),
-    "rank 1 of a killed epoch cut": (
-        "killed two",
-        rewritten(lambda lines: lines[:2], 1, 1),
-    ),
-    "a killed epoch": ("killed", removed("epoch-0001-*.jsonl")),
-    "a killed epoch cut": ("killed", rewritten(lambda lines: lines[:-2], 1)),
-    "appended with another hash": ("whole", appended(1, hash=flipped)),
-    "appended with other finished tensors": ("whole", appended(1, finished=flipped)),
-    "appended to another rank's file": ("two", appended(1, 1, hash=flipped)),
-    "appended, of no place": (
-        "whole",
-        appended(1, micro_batch=lambda _: "train-e0001-s000099-m000"),
-    ),
-    "appended, of another kind": (
-        "whole",
-        rewritten(lambda lines: [*lines, '{"kind": "root", "root": ""}\n'], 1),
-    ),
-    "seed": ("whole", setting("plan", "seed", 9)),
-    "transform": ("whole", setting("transform", "train", "light")),
-    "augmentation": ("whole", setting("augment", "mixup_alpha", 0.9)),
-    "plan": ("whole", started(lambda start: start["stream"].update(plan="0" * 16))),
-    "workers": ("two", started(lambda start: start.update(workers=1))),
-    "epochs lowered": ("whole", setting("plan", "epochs", 2)),
+    "killed two": {
+        "rank 1 of a killed epoch": removed("epoch-0001-rank-0001-*.jsonl"),
+        "rank 0 of a killed epoch": removed("epoch-0001-rank-0000-*.jsonl"),
+        "rank 1 of a killed epoch cut": rewritten(lambda lines: lines[:2], 1, 1),
+    },
 }
 
 
-@pytest.mark.parametrize("change", FORGED)
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [(base, change) for base, changes in FORGED.items() for change in changes],
+)
 def test_each_change_of_a_record_is_found(
-    change: str, folder: Path, tmp_path: Path
+    base: str, change: str, folder: Path, tmp_path: Path
 ) -> None:
-    base, forge = FORGED[change]
     run = Path(shutil.copytree(folder / base, tmp_path / "run"))
-    forge(run)
+    FORGED[base][change](run)
     assert audited(run, None if "redone" in change else 0).findings
 
 

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import without_ray
 from logged_runs import logging_loader
+from small_runs import run_command
 
 import raypipe
-from raypipe.commands.cli import main
 from raypipe.commands.when import index_or_name, print_when, when
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
@@ -318,8 +318,7 @@ def test_flagged_batches_are_listed_with_their_samples(
     expected += [
         (str(batch.position), 5, each, samples) for each in ("odd", "very odd")
     ]
-    main(["when", str(tmp_path), "--flagged", "--json"])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = run_command(capsys, "when", tmp_path, "--flagged", "--json")
     found = []
     for flag in told["flags"]:
         assert all(sample["name"].endswith(".png") for sample in flag["samples"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,24 +192,31 @@ def test_samples_are_described_by_their_numbers(
         assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
 
 
-def test_device_presets_are_described_by_their_numbers(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    plain: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    augment = AugmentConfig(**plain, preset="light")
-    batches = recorded(tmp_path / "run", stream(stores["train"]), augment=augment)
-    replay = raypipe.replay(tmp_path / "run")
-    flips = set()
-    for batch in batches[:6]:
+NOT_NORMALIZED: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+
+
+def augmented(replay: Any, batches: list[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what is told of each sample, and its pixels before and after the augmentation."""
+    for batch in batches:
         host = replay.remade(batch.position).host["image"]
         before = torch.from_numpy(host).movedim(-1, 1) / 255
         rows = replay.samples_of(batch.position)
-        for row, image, pixels in zip(rows, batch.image, before, strict=True):
-            (drawn,) = row["augmented"]
-            assert drawn["op"] == "preset" and len(drawn["box"]) == 4
-            flips.add(drawn["flip"])
-            expected = pixels.flip(2) if drawn["flip"] else pixels
-            assert torch.allclose(image, expected, atol=1e-4)
+        yield from zip(rows, before, batch.image, strict=True)
+
+
+def test_device_presets_are_described_by_their_numbers(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    augment = AugmentConfig(**NOT_NORMALIZED, preset="light")
+    batches = recorded(tmp_path / "run", stream(stores["train"]), augment=augment)
+    replay = raypipe.replay(tmp_path / "run")
+    flips = set()
+    for row, pixels, image in augmented(replay, batches[:6]):
+        (drawn,) = row["augmented"]
+        assert drawn["op"] == "preset" and len(drawn["box"]) == 4
+        flips.add(drawn["flip"])
+        expected = pixels.flip(2) if drawn["flip"] else pixels
+        assert torch.allclose(image, expected, atol=1e-4)
     assert flips == {False, True}
 
 
@@ -220,26 +227,23 @@ def test_kornias_operations_are_described_by_their_numbers(
     from kornia.augmentation import RandomSolarize
 
     numbers = {"thresholds": 0.4, "additions": 0.0, "p": 0.5}
-    plain: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
     if as_module:
         module = torch.nn.Sequential(RandomSolarize(0.4, 0.0, p=0.5))
-        augment = AugmentConfig(**plain, module=module)
+        augment = AugmentConfig(**NOT_NORMALIZED, module=module)
     else:
-        augment = AugmentConfig(**plain, ops=[{"op": "RandomSolarize", **numbers}])
+        augment = AugmentConfig(
+            **NOT_NORMALIZED, ops=[{"op": "RandomSolarize", **numbers}]
+        )
     batches = recorded(tmp_path / "run", stream(stores["train"]), augment=augment)
     given = {"augment": augment} if as_module else {}
     replay = raypipe.replay(tmp_path / "run", **given)
     num_applied = 0
-    for batch in batches[:4]:
-        host = replay.remade(batch.position).host["image"]
-        before = torch.from_numpy(host).movedim(-1, 1) / 255
-        rows = replay.samples_of(batch.position)
-        for row, image, pixels in zip(rows, batch.image, before, strict=True):
-            for applied in row["augmented"]:
-                is_kept = pixels < applied["thresholds"]
-                pixels = torch.where(is_kept, pixels, 1 - pixels)
-            num_applied += len(row["augmented"])
-            assert torch.allclose(image, pixels, atol=1e-4)
+    for row, pixels, image in augmented(replay, batches[:4]):
+        for applied in row["augmented"]:
+            is_kept = pixels < applied["thresholds"]
+            pixels = torch.where(is_kept, pixels, 1 - pixels)
+        num_applied += len(row["augmented"])
+        assert torch.allclose(image, pixels, atol=1e-4)
     assert 0 < num_applied < 16
 
 

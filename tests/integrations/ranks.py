@@ -93,6 +93,12 @@ class Net(torch.nn.Module):
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
+def pixels_and_labels(batch: Batch) -> dict[str, torch.Tensor]:
+    """A batch as the arguments of `Net`."""
+    pixels = batch.image.float() / 255
+    return {"pixel_values": pixels, "labels": counted_target(batch)}
+
+
 class Died(Exception):  # noqa: N818
     """The end of a run before its end."""
 
@@ -108,7 +114,6 @@ class Run:
         limit: steps of an epoch, after which a loop leaves it.
         looks: how often it looks at the first batch before.
         epochs: how many it wants.
-        flags: other arguments of Lightning's Trainer.
 
     Attributes:
         trained: the places and samples of each batch.
@@ -124,7 +129,6 @@ class Run:
         self.limit = options.get("limit", STEPS)
         self.looks = options.get("looks", 0)
         self.epochs = options.get("epochs", EPOCHS)
-        self.flags = options.get("flags", {})
         self.trained = list[tuple[int, ...]]()
         self.val_losses = list[float]()
         self.net = Net()
@@ -133,8 +137,7 @@ class Run:
         at = batch.position
         if at.split == "train":
             self.trained.append((at.epoch, at.step, at.micro, *batch.index.tolist()))
-        pixels = batch.image.float() / 255
-        return {"pixel_values": pixels, "labels": counted_target(batch)}
+        return pixels_and_labels(batch)
 
     def look(self, train: Any) -> None:
         for _ in range(self.looks):
@@ -217,6 +220,15 @@ def accelerate(run: Run) -> None:
         validate(run, val)
 
 
+QUIETLY: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+"""Arguments of Lightning's Trainer."""
+
+
 def lightning(run: Run) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -242,18 +254,11 @@ def lightning(run: Run) -> None:
                 trainer.save_checkpoint(run.folder / "last.ckpt")
             run.end(trainer.global_step)
 
-    quietly: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     settings = StreamDataModule.settings(run.loader) | {"max_epochs": run.epochs}
-    settings |= run.flags
     limit = run.limit * run.loader.accumulation_steps
     trainer = pl.Trainer(
         **settings,
-        **quietly,
+        **QUIETLY,
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
         strategy="ddp" if "WORLD_SIZE" in os.environ else "auto",

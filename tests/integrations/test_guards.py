@@ -138,9 +138,6 @@ def test_a_look_at_the_first_batch_costs_no_sample(
     loop: Loop, per_step: int, looks: int, tmp_path: Path
 ) -> None:
     run = done(loop, spec_of(per_step), tmp_path, looks=looks)
-    assert {tuple(row[3:]) for row in run.trained} == {
-        tuple(row[3:]) for row in samples(spec_of(per_step))
-    }
     assert run.trained == samples(spec_of(per_step))
     assert len(run.val_losses) == EPOCHS
     undisturbed = done(loop, spec_of(per_step), tmp_path / "other")
@@ -170,7 +167,6 @@ def test_more_epochs_than_the_plan_has_are_refused(loop: Loop, tmp_path: Path) -
 
 WITHOUT_EFFECT = {
     own: [{"lease": "a"}, {"trace_s": 5.0}],
-    lightning: [{"accumulate_grad_batches": 3}, {"max_epochs": 9}],
     accelerate: [{"gradient_accumulation_steps": 3}, {}],
     transformers: [
         {"train_dataset": [1]},
@@ -208,8 +204,6 @@ def test_an_argument_that_would_do_nothing_is_named(
     with pytest.raises(ConfigError, match=name if name[:4] != "acce" else "split_b"):
         if loop is own:
             raypipe.loader(spec_of(), **argument)
-        elif loop is lightning:
-            done(loop, spec_of(), tmp_path, flags=argument)
         else:
             of_trainer = {"train_dataset", "data_collator"}.intersection(argument)
             kept = {} if of_trainer else argument

@@ -21,11 +21,10 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.skipped import Skipped
 from raypipe.streaming.handover import loader
-from raypipe.streaming.plain import counted_target
 
 sys.path.append(str(Path(__file__).parent))
 import ranks
-from ranks import Net, spec_of
+from ranks import Net, StreamTrainer, arguments_of, pixels_and_labels, spec_of
 
 WORLD_SIZE = 2
 
@@ -140,13 +139,7 @@ def mean_loss(weights: dict[str, torch.Tensor]) -> float:
 def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
     changed: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    from transformers import TrainingArguments
-
-    from raypipe.integrations.transformers import StreamTrainer
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], **changed
-    )  # type: ignore
+    arguments = arguments_of(tmp_path, **changed)
     with pytest.raises(ConfigError, match=message):
         StreamTrainer(Net(), arguments, loader=loader(spec_of()))
 
@@ -154,41 +147,23 @@ def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
 def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
     tmp_path: Path,
 ) -> None:
-    from transformers import TrainingArguments
-
-    from raypipe.integrations.transformers import StreamTrainer
-
     one = loader(spec_of(4), keep_batches=2)
     one.device = torch.device("cuda")
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(
         ConfigError, match=r"fetches all 4 batches of a step .* keep_batches=3"
     ):
-        StreamTrainer(Net(), arguments, loader=one)
+        StreamTrainer(Net(), arguments_of(tmp_path), loader=one)
 
 
 def trainer_of(model: torch.nn.Module, folder: Path, **more: Any) -> Any:
-    from transformers import TrainingArguments
-
-    from raypipe.integrations.transformers import StreamTrainer
-
     compute_metrics = more.pop("compute_metrics", None)
     spec = spec_of(4, skip=more.pop("skip", []))
-    every = {
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **every | more)  # type: ignore[arg-type]
+    usual = {"save_strategy": "epoch", "lr_scheduler_type": "linear"}
     return StreamTrainer(
         model,
-        arguments,
+        arguments_of(folder, **usual | more),
         loader=loader(spec),
-        format=lambda batch: {
-            "pixel_values": batch.image.float() / 255,
-            "labels": counted_target(batch),
-        },
+        format=pixels_and_labels,
         compute_metrics=compute_metrics,
     )
 

@@ -13,8 +13,8 @@ def start(step: int, validates: bool = False) -> dict[str, object]:
     return {"kind": "start", "step": step, "validates": validates}
 
 
-def train(step: int, loss: float = 0.0) -> dict[str, object]:
-    return {"kind": "train", "step": step, "loss": loss}
+def train(step: int) -> dict[str, object]:
+    return {"kind": "train", "step": step, "loss": 0.0}
 
 
 def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:

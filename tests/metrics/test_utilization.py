@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,25 +22,10 @@ from raypipe.streaming.opening import open_stream
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Nvml:
-    """NVML as torch asks it: percentages, or an error."""
-
-    def __init__(self, *answers: int | Exception) -> None:
-        self.answers = list(answers)
-        self.devices: list[Any] = []
-
-    def __call__(self, device: Any) -> int:
-        self.devices.append(device)
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 def test_samples_are_shares_whose_mean_is_that_of_a_stretch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nvml = Nvml(40, 90, 101)
+    nvml = mock.Mock(side_effect=[40, 90, 101])
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
     device = Utilization(CUDA)
     assert device.latest is None and mean_share(device.samples) is None
@@ -49,20 +34,19 @@ def test_samples_are_shares_whose_mean_is_that_of_a_stretch(
     assert device.sample() == 0.9 and device.sample() == device.latest == 1.0
     assert (
         mean_share(device.samples - before) == pytest.approx(0.95)
-        and nvml.devices == [CUDA] * 3
+        and nvml.mock_calls == [mock.call(CUDA)] * 3
     )
 
 
 def test_a_device_that_nobody_counts_is_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nvml = Nvml(ModuleNotFoundError("pynvml does not seem to be installed"), 40)
+    missing = ModuleNotFoundError("pynvml does not seem to be installed")
+    nvml = mock.Mock(side_effect=[missing, 40])
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
     device = Utilization(CUDA)
-    assert (
-        device.sample() is None and device.sample() is None and len(nvml.devices) == 1
-    )
-    assert Utilization(CPU).sample() is None and len(nvml.devices) == 1
+    assert device.sample() is None and device.sample() is None
+    assert Utilization(CPU).sample() is None and nvml.call_count == 1
     assert mean_share(device.samples) is None and device.latest is None
 
 

@@ -22,6 +22,7 @@ from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SETTINGS = Settings(PoolConfig(), 2, 0, reads=False, supervisor=None)
 
 
 @pytest.mark.system
@@ -57,7 +58,7 @@ def corner(image: np.ndarray) -> np.ndarray:
 
 
 def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> None:
-    context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
+    context = context_of(SETTINGS, 1)
     # else half an hour, in Ray 2.60
     assert context.execution_no_progress_timeout_s == -1
     # else a block every ten seconds
@@ -65,22 +66,19 @@ def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> Non
 
 
 def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
-    settings, own, names = (
-        Settings(PoolConfig(), 2, 0, reads=False, supervisor=None),
-        object(),
-        set[str](),
-    )
+    own = object()
+    names = set[str]()
     with (
         warnings.catch_warnings(),
         ray.data.DataContext.current(ray.data.DataContext()),
     ):
         warnings.simplefilter("ignore")
-        expected = context_of(settings, 1)
+        expected = context_of(SETTINGS, 1)
         users = ray.data.DataContext.get_current()
         users.set_config("of the user", True)
         for field in dataclasses.fields(ray.data.DataContext):
             users.__dict__[field.name] = own
-        found = context_of(settings, 1)
+        found = context_of(SETTINGS, 1)
     for field in dataclasses.fields(ray.data.DataContext):
         value, default = getattr(found, field.name), getattr(expected, field.name)
         if value is own:

@@ -236,10 +236,9 @@ class Keeper(PoolKeeper):
 
 
 @pytest.fixture(autouse=True)
-def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A cluster of a CPU node, which has the label, and a GPU node; what it has free may be changed."""
-    free = {"CPU": 0.0}
-    monkeypatch.setattr(pool, "_free_cpus", lambda: free["CPU"])
+def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of a CPU node, which has the label, and a GPU node; no CPU is free."""
+    monkeypatch.setattr(pool, "_free_cpus", lambda: 0.0)
     there = [
         {
             "NodeID": "cpu",
@@ -251,7 +250,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
     monkeypatch.setattr(pool, "another_starts", lambda run: False)
-    return free
 
 
 def told(

@@ -159,20 +159,22 @@ POOL = raypipe.PoolConfig(engine="inline")
 NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
 
 
-def failed(*errors: Exception | None) -> WorkerGroupPollStatus:
-    """The workers' state as Ray Train's controller sees it, by rank."""
-    return WorkerGroupPollStatus(
-        {rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)}
-    )
+def polled(
+    callback: FinalErrors, *errors: Exception | None, notice: Any = None
+) -> None:
+    """Show it the workers' state as Ray Train's controller sees it, by rank."""
+    states = {
+        rank: WorkerStatus(error is None, error, preemption_info=notice)
+        for rank, error in enumerate(errors)
+    }
+    callback.after_worker_group_poll_status(WorkerGroupPollStatus(states))
 
 
 def test_a_run_with_a_loader_does_not_retry_an_error_of_raypipe() -> None:
     callback = FinalErrors()
-    callback.after_worker_group_poll_status(failed(None, None))
+    polled(callback, None, None)
     with pytest.raises(ControllerError, match="need 3 CPUs") as caught:
-        callback.after_worker_group_poll_status(
-            failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer"))
-        )
+        polled(callback, NO_ROOM, RuntimeError("gloo/ Connection closed by peer"))
     policy = DefaultFailurePolicy(FailureConfig(max_failures=3))
     assert (
         policy.make_decision(caught.value) == FailureDecision.RAISE
@@ -182,14 +184,12 @@ def test_a_run_with_a_loader_does_not_retry_an_error_of_raypipe() -> None:
 
 def test_a_run_with_a_loader_retries_losses_and_user_errors_as_told() -> None:
     callback = FinalErrors()
-    callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
-    callback.after_worker_group_poll_status(
-        failed(ConfigError("since its peer is gone"), LOST)
-    )
+    polled(callback, ValueError("of the user's"))
+    polled(callback, ConfigError("since its peer is gone"), LOST)
     # a node that was lost may come back
-    callback.after_worker_group_poll_status(failed(NO_ROOM))
+    polled(callback, NO_ROOM)
     with pytest.raises(ControllerError, match="a setting"):
-        callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
+        polled(callback, ConfigError("a setting"))
 
 
 @pytest.mark.system
@@ -259,30 +259,18 @@ def test_what_dies_after_a_notice_is_preempted_and_not_before() -> None:
         error_msg="the last checkpoint has been made", preempted=True
     )
     peer = RuntimeError("gloo/x.cc Connection reset by peer")
-    gone = WorkerHealthCheckFailedError("", ActorDiedError())
-
-    def polled(
-        *errors: BaseException | None, notice: Any = None
-    ) -> WorkerGroupPollStatus:
-        return WorkerGroupPollStatus(
-            {
-                rank: WorkerStatus(error is None, error, preemption_info=notice)
-                for rank, error in enumerate(errors)
-            }
-        )
-
     callback = FinalErrors()
     # without a notice it has died
-    callback.after_worker_group_poll_status(polled(None, gone))
-    for notice, error in ((info, peer), (None, gone)):  # the notice comes once
+    polled(callback, None, LOST)
+    for notice, error in ((info, peer), (None, LOST)):  # the notice comes once
         with pytest.raises(PreemptionError):
-            callback.after_worker_group_poll_status(polled(error, None, notice=notice))
+            polled(callback, error, None, notice=notice)
     for error in (
         leaving,
         ValueError("a mistake"),
         None,
     ):
         # Ray Train decides about these
-        callback.after_worker_group_poll_status(polled(error, None, notice=info))
+        polled(callback, error, None, notice=info)
     callback.after_worker_group_start(None)
-    callback.after_worker_group_poll_status(polled(None, gone))
+    polled(callback, None, LOST)

@@ -6,6 +6,7 @@ import logging.config
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -16,7 +17,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import (
     ControllerError,
@@ -34,29 +35,6 @@ from raypipe.rayext.trainer import (
     RunTrainer,
     who_died,
 )
-
-
-def decided(
-    monkeypatch: pytest.MonkeyPatch,
-    per_step: int,
-    fewest: int,
-    most: int,
-    nodes: dict[str, dict[str, float]],
-) -> int | None:
-    """How many workers Ray Train's policy starts where these resources are reserved; None = it waits."""
-    policy = DivisorScalingPolicy(
-        ScalingConfig(num_workers=(fewest, most), resources_per_worker={"CPU": 2}),
-        900,
-        per_step,
-    )
-    # Both ask an actor of Ray Train, which there is in a run only.
-    monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
-    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: nodes)
-    decision = policy.make_decision_for_non_running_worker_group()
-    if isinstance(decision, NoopDecision):
-        return None
-    assert isinstance(decision, ResizeDecision)
-    return decision.num_workers
 
 
 @pytest.mark.parametrize(
@@ -83,8 +61,21 @@ def test_elastic_training_takes_the_largest_divisor_of_m_with_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits where fewer than the fewest have room."""
+    resources = {"CPU": 2}
+    policy = DivisorScalingPolicy(
+        ScalingConfig(num_workers=(fewest, 12), resources_per_worker=resources),
+        900,
+        per_step,
+    )
+    # Both ask an actor of Ray Train, which there is in a run only.
     nodes = {str(number): {"CPU": each} for number, each in enumerate(cpus)}
-    assert decided(monkeypatch, per_step, fewest, 12, nodes) == workers
+    monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: nodes)
+    decision: Any = policy.make_decision_for_non_running_worker_group()
+    if workers is None:
+        assert isinstance(decision, NoopDecision)
+    else:
+        assert decision.num_workers == workers
 
 
 # Trainers that have no room

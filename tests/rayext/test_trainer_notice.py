@@ -90,11 +90,8 @@ def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
     given.preemption_info, notice = info("a", left_s=left_s), Notice()
     begun_at = clock.now
     assert notice.is_due(print)
-    notice.begin_step()
-    clock.now += 0.1
-    while not notice.is_due(print):
-        notice.begin_step()
-        clock.now += 0.1
+    while not step(notice, clock, 0.1):
+        pass
     assert clock.now - begun_at == pytest.approx(then_s, abs=0.2) and not notice.is_last
 
 

@@ -14,20 +14,20 @@ from raypipe.rayext import worker_logs
 
 @pytest.fixture
 def rays_lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The lines that Ray itself prints."""
+    """The lines that Ray itself prints, of those that raypipe takes."""
     printed: list[dict[str, Any]] = []
 
     def print_lines(data: dict[str, Any], ignore_prefix: bool = False) -> None:
         printed.append(data)
 
     monkeypatch.setattr(worker, "print_to_stdstream", print_lines)
+    worker_logs.take_worker_logs()
     return printed
 
 
 def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     capsys: pytest.CaptureFixture[str], rays_lines: list[dict[str, Any]]
 ) -> None:
-    worker_logs.take_worker_logs()
     data = {
         "pid": "raylet",
         "ip": "10.0.0.1",
@@ -52,7 +52,6 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
 def test_lines_that_look_like_faults_of_each_stream_are_not_printed(
     rays_lines: list[dict[str, Any]],
 ) -> None:
-    worker_logs.take_worker_logs()
     noise = "core_worker.cc:2465: Actor … has constructor arguments in the object store"
     data = {"pid": 7, "is_err": True, "lines": [noise, "a fault"]}
     worker.print_to_stdstream(data, ignore_prefix=True)
@@ -63,7 +62,6 @@ def test_lines_that_look_like_faults_of_each_stream_are_not_printed(
 def test_rays_own_messages_are_not_in_the_output_of_a_program(
     rays_lines: list[dict[str, Any]], pid: str
 ) -> None:
-    worker_logs.take_worker_logs()
     message = {"pid": pid, "is_err": False, "lines": ["a warning"]}
     worker.print_to_stdstream(message, ignore_prefix=False)
     assert rays_lines == [message | {"is_err": True}]
@@ -72,7 +70,6 @@ def test_rays_own_messages_are_not_in_the_output_of_a_program(
 def test_a_workers_print_is_in_a_programs_output_but_not_in_a_result(
     rays_lines: list[dict[str, Any]],
 ) -> None:
-    worker_logs.take_worker_logs()
     line = {"pid": 3, "is_err": False, "lines": ["a user's print"]}
     worker.print_to_stdstream(line, ignore_prefix=False)
     with spared_output():
@@ -91,7 +88,6 @@ def test_progress_is_printed_without_a_prefix_until_its_end(
     finally:
         relay_progress(False)
     told = capsys.readouterr().out.splitlines()
-    worker_logs.take_worker_logs()
     worker_logs.begin_progress()
     data = {"pid": 3, "is_err": False, "lines": [*told, "a user's print"]}
     worker.print_to_stdstream(data, ignore_prefix=False)

@@ -181,16 +181,14 @@ class LocalHead:
             return False
         return True
 
-    def jobs(self, submission_id: str = "") -> Any:
-        """What the job server tells of all jobs or of one; a `ray` process for each look takes seconds of CPU.
+    def jobs(self) -> Any:
+        """What the job server tells of all jobs; a `ray` process for each look takes seconds of CPU.
 
         Raises:
             OSError: it cannot be reached, or says no.
         """
         token = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
-        request = urllib.request.Request(
-            f"{self.address}/api/jobs/{submission_id}", headers=token
-        )
+        request = urllib.request.Request(f"{self.address}/api/jobs/", headers=token)
         for attempt in range(3):
             try:
                 with urllib.request.urlopen(request, timeout=30) as answer:

@@ -70,6 +70,11 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
 def run_command(capsys: Capture, *words: object) -> dict[str, Any]:
     """The JSON of a command's last line."""
     cli.main([str(word) for word in words])
+    return last_result(capsys)
+
+
+def last_result(capsys: Capture) -> dict[str, Any]:
+    """The JSON of the last line that was printed."""
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
 
@@ -78,3 +83,13 @@ def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
     weights: dict[str, torch.Tensor] = raypipe.read_checkpoint(last).state["model"]
     return weights
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    """The models of the last checkpoints of two runs are equal to the bit."""
+    models = []
+    for run_dir in (one, other):
+        newest = max(run_dir.glob("checkpoint_*/state.pt"))
+        models.append(torch.load(newest, weights_only=True)["model"])
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])

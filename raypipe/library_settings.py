@@ -5,6 +5,7 @@ A program sets them at its top, and no actor runs that. So actors get those of t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,15 +39,6 @@ def _attribute(module: str, name: str, default: Any) -> _Setting:
     )
 
 
-def _read_by(module: str, read: str, write: str, default: Any) -> _Setting:
-    return _Setting(
-        module,
-        lambda of: getattr(of, read)(),
-        lambda of, value: getattr(of, write)(value),
-        default,
-    )
-
-
 _SETTINGS = {
     "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": _attribute(
         "PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False
@@ -54,8 +46,11 @@ _SETTINGS = {
     "PIL.Image.MAX_IMAGE_PIXELS": _attribute(
         "PIL.Image", "MAX_IMAGE_PIXELS", (1 << 30) // 4 // 3
     ),
-    "torchvision.set_image_backend": _read_by(
-        "torchvision", "get_image_backend", "set_image_backend", "PIL"
+    "torchvision.set_image_backend": _Setting(
+        "torchvision",
+        lambda torchvision: torchvision.get_image_backend(),
+        lambda torchvision, name: torchvision.set_image_backend(name),
+        "PIL",
     ),
     "torch.set_default_dtype": _Setting(
         "torch",
@@ -63,25 +58,22 @@ _SETTINGS = {
         lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
         "float32",
     ),
-    "torch.set_float32_matmul_precision": _read_by(
-        "torch",
-        "get_float32_matmul_precision",
-        "set_float32_matmul_precision",
-        "highest",
-    ),
-    "torch.set_deterministic_debug_mode": _read_by(
-        "torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode", 0
-    ),
 }
 
 
 def of_this_process() -> dict[str, Any]:
     """Return the settings of this process, by name."""
-    found = {}
+    found = {name: setting.default for name, setting in _SETTINGS.items()}
     for name, setting in _SETTINGS.items():
         module = loaded_module(setting.module)
-        found[name] = setting.default if module is None else setting.read(module)
+        with contextlib.suppress(AttributeError):  # none is loaded, or one without it
+            found[name] = setting.read(module)
     return found
+
+
+def as_text() -> dict[str, str]:
+    """Return the settings of this process as a record has them."""
+    return {name: str(value) for name, value in of_this_process().items()}
 
 
 def apply(found: Mapping[str, Any]) -> None:

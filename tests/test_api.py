@@ -33,6 +33,7 @@ PACKAGES = [
     "environment",
     "packages",
     "importing",
+    "library_settings",
     "cpus",
     "printing",
     "logs",

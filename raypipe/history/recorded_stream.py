@@ -11,7 +11,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.importing import check_named_code
-from raypipe.library_settings import of_this_process
+from raypipe.library_settings import as_text
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import MicroBatchId
@@ -225,7 +225,7 @@ class RecordedStream:
     @functools.cached_property
     def changed_code(self) -> list[str]:
         """Sentences that say which code and versions have changed since the run."""
-        now = {**user_code(), **versions(), **of_this_process()}
+        now = {**user_code(), **versions(), **as_text()}
         then = {**self.record.code, **self.record.versions}
         return [
             f"{name} has changed since the run: it is {now[name]}, and was {then[name]}."

@@ -186,7 +186,7 @@ _TRUNCATED = _WHOLE.getvalue()[:-20]
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("as_script", "ray_cluster")
-def test_actors_have_the_libraries_settings_of_the_users_process_and_one_thread(
+def test_actors_have_the_users_settings_of_libraries_and_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from raypipe.library_settings import of_this_process
+from raypipe.library_settings import as_text
 from raypipe.packages import user_code, versions
 from raypipe.plan.places import Split
 from raypipe.section import Limits, Section
@@ -123,7 +123,7 @@ def stream_record(
         "code": user_code(),
         "versions": {
             **versions(),
-            **of_this_process(),
+            **as_text(),
             "machine": platform.machine(),
         },
     }

@@ -75,7 +75,8 @@ class SeedsOfItems:
     """Seeds of the process's generators for items: of those that items draw from, which is seen afterwards."""
 
     def __init__(self) -> None:
-        self._drawn = set[str]()
+        # code may ask torch for its seed, which is no draw
+        self._drawn = {"torch"}
 
     def seed(self, k0: int, k1: int) -> None:
         """Seed them for an item."""

@@ -128,6 +128,8 @@ class DrawsSometimes(Told):
             return value + random.random()
         if index == 14:
             return value + torch.rand(())
+        if index == 16:
+            return value + 1 / (2 + torch.initial_seed() % 1000)
         if index == 15:
             return value + float(cv2.randu(np.zeros(1), *UNIT).item())
         return value + np.random.normal() if index % 17 == 8 else value
@@ -148,7 +150,7 @@ def test_rare_draws_are_under_the_keys_of_their_items(micro_batch_size: int) -> 
                 alone = slow_one(maker, sample, key)["item"]
                 assert alone.equal(batch.collated[row]), index
                 drawn |= {float(alone[0])} if alone[0] % 1 else set()
-    assert len(drawn) == 5 * 3
+    assert len(drawn) == 6 * 3
 
 
 _GENERATOR = np.random.default_rng()

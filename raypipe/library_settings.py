@@ -39,7 +39,24 @@ def _attribute(module: str, name: str, default: Any) -> _Setting:
     )
 
 
+def _openers(image: Any) -> dict[str, list[str]]:
+    """Return how to import what plugins, such as pillow_heif, have registered with Pillow, by format."""
+    found = {}
+    for name, (factory, accept) in image.OPEN.items():
+        module = factory.__module__
+        if module.partition(".")[0] not in ("PIL", "__main__") and accept is not None:
+            found[name] = [module, factory.__qualname__, accept.__qualname__]
+    return found
+
+
+def _register(image: Any, openers: Mapping[str, list[str]]) -> None:
+    for name, (module, factory, accept) in openers.items():
+        plugin = importlib.import_module(module)
+        image.register_open(name, getattr(plugin, factory), getattr(plugin, accept))
+
+
 _SETTINGS = {
+    "PIL.Image.register_open": _Setting("PIL.Image", _openers, _register, {}),
     "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": _attribute(
         "PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False
     ),

@@ -228,6 +228,7 @@ def prepare_workers(
     """
     path = _address_path()
     joins = "RAY_ADDRESS" in os.environ or (path is not None and path.exists())
+    joins |= os.environ.get(LOCAL_SIZE, "1") != "1"  # maybe a sibling's
     if _forks_workers() and not joins and not ray.is_initialized():
         environment = _local_environment(log_format)
         fork_server.start(modules, environment | os.environ)

@@ -175,15 +175,15 @@ def as_script() -> Iterator[None]:
 class OfLibraries(Told):
     """What it makes depends on settings of torch and Pillow, and on torch's number of threads."""
 
+    def __init__(self, *data: bytes) -> None:
+        super().__init__()
+        self.data = data
+
     def __getitem__(self, index: int) -> Any:
-        picture = Image.open(io.BytesIO(_TRUNCATED))
+        pictures = [Image.open(io.BytesIO(data)).convert("L") for data in self.data]
         sums = torch.rand(3, 512, 512).sum()
-        return sums, torch.tensor(0.5), torch.get_num_threads(), np.array(picture)
-
-
-_WHOLE = io.BytesIO()
-Image.new("L", (64, 64), 200).save(_WHOLE, "jpeg")
-_TRUNCATED = _WHOLE.getvalue()[:-20]
+        threads = torch.get_num_threads()
+        return sums, torch.tensor(0.5), threads, *map(np.array, pictures)
 
 
 @pytest.mark.cluster
@@ -192,14 +192,23 @@ def test_actors_have_the_users_settings_of_libraries_and_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for name in ("OPEN", "ID", "SAVE"):
+        monkeypatch.setattr(Image, name, copy.copy(getattr(Image, name)))
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    gray = Image.new("L", (64, 64), 200)
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, kind in zip(files, ("jpeg", "heif"), strict=True):
+        gray.save(file, kind)
+    data = files[0].getvalue()[:-20], files[1].getvalue()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
     try:
-        spec = stream(OfLibraries(), pool=PoolConfig(max_actors=2))
+        spec = stream(OfLibraries(*data), pool=PoolConfig(max_actors=2))
         assert_same_stream(spec, Way(actors=2), Way(head_start=3))
-        for batch in batches(stream(OfLibraries())):
-            sums, half, threads, _ = batch.collated
+        for batch in batches(stream(OfLibraries(*data))):
+            sums, half, threads, *_ = batch.collated
             assert sums.dtype == half.dtype == torch.float64
             assert threads.tolist() == [1] * 4
         assert torch.get_num_threads() == 2

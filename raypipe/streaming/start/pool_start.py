@@ -102,7 +102,8 @@ class PooledStream(Iterator[MicroBatch]):
     def connect(self, has_siblings: bool) -> None:
         """Connect this process to Ray, see `raypipe.rayext.cluster.connect`."""
         wait = Wait(ANSWER_S, self.check)
-        if isinstance(self._spec.transforms["train"], DatasetItems):
+        is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
+        if is_dataset and not has_siblings:
             prepare_workers("text", fork_server.ITEM_MODULES)
         if self._thread:
             connect_by_thread(wait, has_siblings)

@@ -74,8 +74,11 @@ class StreamWatchdog:
         watch.start()
 
     def add(self, key: str, process: Process) -> bool:
-        """Add a process of the stream; return whether it is new."""
+        """Add a process of the stream, which may have had another key before; return whether it is new."""
         is_new = self._processes.get(key) != process
+        for other, known in list(self._processes.items()):
+            if known == process:
+                del self._processes[other]
         self._processes[key] = process
         return is_new
 

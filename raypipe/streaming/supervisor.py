@@ -256,9 +256,8 @@ class Supervisor:
         return error
 
     def reader_finished(self, task: str) -> None:
-        """A reader has finished its share."""
+        """A reader has finished its share. Its process stays watched: it may stop before it has begun the next."""
         self._faults.reader_finished(task)
-        self._watch.remove(task)
         self._remember()
 
     # The size of blocks

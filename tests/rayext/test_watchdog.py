@@ -18,6 +18,7 @@ from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
 from raypipe.rayext.watchdog import StreamWatchdog, SupervisorWatchdog
 from raypipe.streaming import supervisor as supervisor_of_streams
 from raypipe.streaming.supervisor import (
+    Supervisor,
     announce_trainer,
     start_supervisor,
     stream_name,
@@ -206,6 +207,15 @@ def test_what_stops_right_after_a_long_start_is_found_soon() -> None:
             assert now - looked_at <= max(2.0, looked_at / 4 + 0.5)
             looked_at = now
     assert looked_at > 80
+
+
+def test_a_reader_is_watched_between_two_shares_under_its_last_one() -> None:
+    watched = Supervisor(3, watches=False)
+    reader = Process("reader", 1, "1", "127.0.0.1", "node")
+    for task in ("a", "b"):
+        watched.reader_started(task, "4 micro-batches", reader)
+        watched.reader_finished(task)
+        assert watched._watch.state()[0] == {task: reader}
 
 
 def test_an_execution_whose_ranks_all_compute_is_not_looked_at() -> None:

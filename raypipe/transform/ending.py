@@ -30,9 +30,8 @@ from raypipe.transform.pipelines import (
 )
 from raypipe.transform.pixels import RGB, channels_last, is_pil, is_rgb, is_tensor
 from raypipe.transform.process_state import (
-    next_draws,
     process_kept,
-    seed_process,
+    with_draws,
 )
 from raypipe.transform.user_code import copied
 
@@ -204,14 +203,13 @@ def _made(step: Any, images: Sequence[Any]) -> list[Any]:
         return []
     if package_of(step) == "albumentations":
         step.set_random_state(None, None)  # it fails if it draws
-    seed_process(0, 0)
-    expected = next_draws()
-    seed_process(0, 0)
     try:
-        made = [called(step, copy.deepcopy(image)) for image in images]
+        made, drawn_from = with_draws(
+            lambda: [called(step, copy.deepcopy(image)) for image in images]
+        )
     except Exception:
         return []
-    return made if next_draws() == expected else []
+    return [] if drawn_from else made
 
 
 def _looked(images: list[Any]) -> _Look:

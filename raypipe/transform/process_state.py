@@ -32,7 +32,9 @@ _num_threads = 1
 
 def seed_process(k0: int, k1: int) -> None:
     """Seed the generators of OpenCV, Python, NumPy and torch by two integers in [0, 2^64); takes 20 to 55 µs."""
-    seed_for_item(k0, k1)
+    seed_opencv(k0)
+    _seed_python(k0, k1)
+    _seed_torch(k0, k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
 
 
@@ -86,12 +88,7 @@ class SeedsOfItems:
     def made(self, make: Callable[[], _T]) -> _T:
         """Return what a function makes that calls `seed` for each item; again, if items draw from further ones."""
         while True:
-            seed_for_item(0, 0)
-            expected = next_draws()
-            seed_for_item(0, 0)
-            made = make()
-            draws = next_draws()
-            names = {name for name in draws if draws[name] != expected.get(name)}
+            made, names = with_draws(make)
             if names <= self._drawn:
                 return made
             self._drawn |= names
@@ -111,11 +108,20 @@ def drawn(make: Callable[[], _T]) -> _T:
     return make()
 
 
-def next_draws() -> dict[str, float]:
-    """Draw from each generator, by name.
+def with_draws(make: Callable[[], _T]) -> tuple[_T, set[str]]:
+    """Return what a function makes, and the names of the generators that it has drawn from, or seeded.
 
     Other numbers after the same seed show that somebody has drawn in between.
     """
+    seed_for_item(0, 0)
+    expected = _next_draws()
+    seed_for_item(0, 0)
+    made = make()
+    draws = _next_draws()
+    return made, {name for name in draws if draws[name] != expected.get(name)}
+
+
+def _next_draws() -> dict[str, float]:
     draws = {"python": random.random(), "numpy": np.random.random_sample()}
     if cv2 is not None:
         draws["opencv"] = _drawn_of_opencv()
@@ -183,7 +189,7 @@ def _generators_kept() -> Iterator[None]:
         of_numpy = np.random.get_state(legacy=False)
         state = None if of_torch is None else of_torch.get_state()
         try:
-            with _torch_in_one_thread():
+            with torch_in_one_thread():
                 yield
         finally:
             random.setstate(of_python)
@@ -195,7 +201,8 @@ def _generators_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_in_one_thread() -> Iterator[None]:
+def torch_in_one_thread() -> Iterator[None]:
+    """Run torch from this thread in one thread, if it is imported; then as before."""
     if torchs_generator() is None:
         yield
         return

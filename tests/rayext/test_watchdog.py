@@ -177,9 +177,8 @@ class Looks(StreamWatchdog):
 def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
     watch = Looks(lambda *note: None)
     watch._still["an execution"] = 0.0
-    for second in range(
-        11
-    ):  # looks at 2, 3, 4, 5, 7 and 9 s, as long as the rank calls
+    # as long as the rank calls, it looks at 2, 3, 4, 5, 7 and 9 s
+    for second in range(11):
         watch._still["rank 0"] = float(second)
         watch.turn(float(second))
     assert watch.num == 6

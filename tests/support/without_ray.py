@@ -37,14 +37,12 @@ def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Within, torch works in one thread: on busy cores two wait for each other longer than they work."""
-    import torch
+    import torch  # noqa: F401  what is not imported keeps its threads
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    from raypipe.transform.process_state import torch_in_one_thread
+
+    with torch_in_one_thread():
         yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -151,6 +151,9 @@ def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
     finally:
         calls.stop()
         ray.kill(supervisor)
+    # until it has ended, it may publish what it has just noted
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(supervisor.shared.remote("nothing"), timeout=600)
     assert trainer.poll() == -signal.SIGKILL
     forget(supervisor)
     assert published_keys(stream_name(supervisor)) == []

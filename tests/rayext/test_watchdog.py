@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -131,6 +132,14 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
     ray.kill(busy)
 
 
+def has_ended(supervisor: Any) -> bool:
+    try:
+        ray.get(supervisor.shared.remote("nothing"), timeout=600)
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
@@ -152,8 +161,7 @@ def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
         calls.stop()
         ray.kill(supervisor)
     # until it has ended, it may publish what it has just noted
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(supervisor.shared.remote("nothing"), timeout=600)
+    until(lambda: has_ended(supervisor))
     assert trainer.poll() == -signal.SIGKILL
     forget(supervisor)
     assert published_keys(stream_name(supervisor)) == []

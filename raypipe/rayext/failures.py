@@ -152,6 +152,15 @@ def is_lost(error: BaseException) -> bool:
     return _is_of_train(error) and type(error).__name__ in _LOST
 
 
+def is_lost_process(error: BaseException) -> bool:
+    """Return whether Ray says that an actor has died that was called, or the process that had an object."""
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+    # a task may have met such an error itself
+    is_of_task = isinstance(error, RayTaskError)
+    return isinstance(error, RayActorError | ObjectLostError) and not is_of_task
+
+
 def _is_of_train(error: BaseException) -> bool:
     """Return whether Ray Train raised the error."""
     return type(error).__module__.startswith("ray.train.")

@@ -50,6 +50,10 @@ class HeadStartLostError(Exception):
         self.error = error
 
 
+class PoolLostError(Exception):
+    """The process that runs the pool's execution has died; the stream is to be opened again."""
+
+
 class RankStream:
     """Stream of one rank. It has no reference to the loader, and ends when that is dropped.
 
@@ -239,6 +243,9 @@ class RankStream:
             except HeadStartLostError as lost:
                 if self._is_shared:  # the others go on
                     raise lost.error from None
+                self.end(MOVED)
+                continue
+            except PoolLostError:
                 self.end(MOVED)
                 continue
             if batch is not None or self.why != GAVE_WAY:

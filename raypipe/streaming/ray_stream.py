@@ -39,7 +39,12 @@ from raypipe.streaming.start.head_start import (
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
 from raypipe.streaming.start.room import ask_for_room, make_room
-from raypipe.streaming.supervisor import POOL, announce_trainer, start_supervisor
+from raypipe.streaming.supervisor import (
+    POOL,
+    announce_trainer,
+    end_actors,
+    start_supervisor,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -47,6 +52,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+# The name of rank 0's message of the stream that takes the place of a lost one: its Supervisor and place.
+_NEXT = "next"
 # The name of rank 0's message that says how many micro-batches each rank makes itself.
 _NUM_FIRST = "first"
 # Micro-batches of a rank, of its first, among which is looked for one that has ended a process.
@@ -139,7 +146,8 @@ class RayStreams:
 
     def open(self, place: MicroBatchId) -> PooledStream:
         """Start the stream at the step of a place, on all ranks."""
-        opening = self._agree(place)
+        lost = self._now if self._now and self._now.lost else None
+        opening = self._go_on(place, lost) if lost else self._agree(place)
         self._has_started = True
         head = None
         # A sample that ends its process would end each one if it left no mark.
@@ -153,10 +161,11 @@ class RayStreams:
                 self._marks,
                 self._apart,
                 opening.head_start,
+                lost.lost if lost and self.is_shared else None,
             )
         stream = PooledStream(
             self._spec,
-            functools.partial(self._iterators, place),
+            functools.partial(self._iterators, place, bool(lost)),
             self._rank,
             self._world_size,
             opening.supervisor,
@@ -214,6 +223,50 @@ class RayStreams:
             )
         return opening
 
+    def _go_on(self, place: MicroBatchId, lost: PooledStream) -> _Opening:
+        """Agree on the stream that takes the place of a lost one.
+
+        Ranks wait for each other in their loops, and the one that asks here may be a step behind. So it waits for
+        none: it makes micro-batches from its own step on, and rank 0 tells the others where its pool starts.
+
+        Raises:
+            BaseException: the error of the loss, if no such stream can start, or the last one brought nothing.
+        """
+        assert lost.lost
+        if not lost.has_brought:
+            raise lost.lost
+        if not self.is_shared:
+            return self._agree(place)
+        place = replace(place, micro=0)
+        if self._ended or not self._may_head_start:
+            raise lost.lost
+        supervisor = lost.supervisor
+        if self._rank == 0:
+            supervisor = self._start_supervisor()
+            _share(lost, _NEXT, (supervisor, place))
+            self._leave_lost(lost.supervisor)
+        return _Opening(self._spec.plan.fingerprint, place, supervisor, MAX_INT)
+
+    def _leave_lost(self, supervisor: Any) -> None:
+        """Leave the Supervisor of a stream whose execution was lost."""
+        end_actors(supervisor, (), self._rank, self._world_size)
+
+    def _join_next(self, place: MicroBatchId, stream: PooledStream) -> int:
+        """Join the stream that rank 0 has started in the place of a lost one.
+
+        Returns:
+            The micro-batches of this rank between its own place and that of rank 0, see `HeadStart`; negative = it
+            is ahead.
+        """
+        supervisor, start = _shared(stream, _NEXT)
+        lost = stream.supervisor
+        stream.supervisor = supervisor
+        self._join(stream)
+        self._leave_lost(lost)
+        plan = self._spec.plan
+        behind = plan.num_micro_batches(place) - plan.num_micro_batches(start)
+        return behind // self._world_size
+
     def _head_start_at(self, place: MicroBatchId) -> int:
         """Return the most micro-batches that each rank may make itself from a place on."""
         if not place_is_at_hand(self._spec, place):
@@ -237,29 +290,41 @@ class RayStreams:
         return MAX_INT
 
     def _iterators(
-        self, place: MicroBatchId, stream: PooledStream
+        self, place: MicroBatchId, goes_on: bool, stream: PooledStream
     ) -> list[DataIterator]:
-        """Start the pool on rank 0, and return the ranks' iterators on all ranks."""
+        """Start the pool on rank 0, and return the ranks' iterators on all ranks.
+
+        Args:
+            goes_on: whether the stream takes the place of a lost one.
+        """
         if self._rank == 0:
             try:
-                iterators = self._start(place, stream)
+                iterators = self._start(place, goes_on, stream)
             except BaseException as error:
                 if self._world_size > 1 and ray.is_initialized():
                     # a peer that waits for this rank in a collective would not end by itself
                     _share_failure(stream, error)
                 raise
+            if goes_on:
+                stream.supervisor.note.remote(
+                    "the coordinator died: another pool starts; until then the ranks make micro-batches",
+                    "coordinator_died",
+                )
             if self._world_size > 1:
                 _share(stream, POOL, (iterators, self._max_actors))
         else:
+            num_behind = self._join_next(place, stream) if goes_on else 0
             if stream.head:
                 num_first = _shared(stream, _NUM_FIRST)
-                stream.head.let(num_first)
+                stream.head.let(num_first + num_behind)
             iterators, self._max_actors = _shared(stream, POOL)
         stream.check()
         self.on_start()
         return iterators
 
-    def _start(self, place: MicroBatchId, stream: PooledStream) -> list[DataIterator]:
+    def _start(
+        self, place: MicroBatchId, goes_on: bool, stream: PooledStream
+    ) -> list[DataIterator]:
         """Start the stream's actors, on rank 0."""
         from raypipe.streaming.pipeline import splits  # this imports ray.data
 
@@ -285,6 +350,8 @@ class RayStreams:
         num_first = 0
         are_others = stream.hold_memory().are_others()
         if stream.head:
+            if goes_on:
+                self._await_ranks(stream)
             num_first = stream.head.fix(are_others)
             if stream.head.measured:
                 stream.supervisor.block_measured.remote(*stream.head.measured)
@@ -300,6 +367,12 @@ class RayStreams:
             apart=self._apart,
             num_first=num_first * self._world_size,
         )
+
+    def _await_ranks(self, stream: PooledStream) -> None:
+        """Wait until all ranks have joined: one that waits in its loop may need micro-batches of others."""
+        while ray.get(stream.supervisor.num_joined.remote()) < self._world_size:
+            stream.check()
+            time.sleep(_LOOK_S)
 
     @property
     def _is_trainer(self) -> bool:

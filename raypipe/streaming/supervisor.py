@@ -287,6 +287,10 @@ class Supervisor:
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
+    def num_joined(self) -> int:
+        """Return the number of ranks that have called."""
+        return len(self._waits.keys() | self._left)
+
     def _is_awaited(self) -> bool:
         """Return whether a rank waits for a batch, or none has called yet."""
         waits = list(self._waits.values())

@@ -74,6 +74,9 @@ class HeadStart:
         marks: those of the process.
         is_apart: whether another thread than the loop's takes the micro-batches.
         most: how many it may make at all.
+        instead: the error that ended the pool before this one, which comes again if this rank cannot go on by
+            itself; None = there was none. Ranks that go on are at different steps, and wait for each other in
+            their loops: so each makes what it lacks from its own step on, wherever it is read from.
 
     Attributes:
         is_lost: whether it could not make one of them.
@@ -91,6 +94,7 @@ class HeadStart:
         marks: Marks | None = None,
         is_apart: bool = False,
         most: int = MAX_INT,
+        instead: BaseException | None = None,
     ) -> None:
         if world_size == 1:
             rank, world_size = spec.share
@@ -104,13 +108,14 @@ class HeadStart:
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._total = spec.plan.num_micro_batches(start) // world_size
         self._most = min(self._total, most)
-        if spec.pool.head_start >= 0:
+        if spec.pool.head_start >= 0 and instead is None:
             self._most = min(self._most, spec.pool.head_start)
         self._marks = marks
         self._is_apart = is_apart
         self._draws_globally = False
         self._is_awaited = False  # the loop waits for a micro-batch
         self._num_of_step = spec.plan.config.per_step // world_size
+        self._instead = instead
         self._num: int | None = None  # n, once it is known
         self._num_begun = 0
         self._num_made = 0
@@ -222,7 +227,7 @@ class HeadStart:
                 if self._is_stopped or self._num_taken == self._num:
                     return
                 if not self._made:
-                    if self._error and self.is_lost:
+                    if self._error and (self._instead or self.is_lost):
                         raise HeadStartLostError(self._error) from self._error
                     return
                 batch = self._made.popleft()
@@ -232,11 +237,13 @@ class HeadStart:
             del batch
 
     def _has_ended(self) -> bool:
-        return self._num_taken == self._num or (self._is_done and self._num is not None)
+        is_known = self._num is not None or self._instead is not None
+        return self._num_taken == self._num or (self._is_done and is_known)
 
     def _is_at_hand(self, place: MicroBatchId) -> bool:
         """Return whether a micro-batch can be made from files of this machine."""
-        return not self._has_remote or place_is_at_hand(self._spec, place)
+        is_anywhere = self._instead is not None or not self._has_remote
+        return is_anywhere or place_is_at_hand(self._spec, place)
 
     def _check_time(self) -> None:
         """Give up a micro-batch that takes longer than its limit: its thread may never end."""
@@ -260,6 +267,8 @@ class HeadStart:
             error = failure
         with self._changed:
             self._error = self._error or error
+            if self._error:
+                self._error = self._instead or self._error
             self._is_done = True
             self._began_at = 0.0
             self._changed.notify_all()
@@ -278,6 +287,8 @@ class HeadStart:
             self._draws_globally = maker.draws_globally
             if self._draws_globally and not self._may_draw(maker):
                 self._most = 0
+                if self._instead:
+                    raise self._instead
             self._is_ready = True
             self._changed.notify_all()
         metrics = Recorder(spec.run)
@@ -307,7 +318,7 @@ class HeadStart:
         """Return whether it makes micro-batches, while the loop waits: its draws must not mix with the loop's."""
         is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
         is_known = is_dataset or not maker.sample_makers.has_user_code
-        return is_known and not self._is_apart
+        return (is_known or self._instead is not None) and not self._is_apart
 
     def _may_begin(self, place: MicroBatchId) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""

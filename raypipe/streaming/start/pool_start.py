@@ -19,12 +19,14 @@ from raypipe.rayext.cluster import (
     connect_by_thread,
     prepare_workers,
 )
+from raypipe.rayext.failures import is_lost_process
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.items import DatasetItems
 from raypipe.streaming.lifetime import close_from_any_thread
 from raypipe.streaming.memory.rank_memory import RankMemory
+from raypipe.streaming.rank_stream import PoolLostError
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
@@ -61,6 +63,9 @@ class PooledStream(Iterator[MicroBatch]):
         supervisor: see above.
         on_end: functions to call at the end of the stream.
         has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
+        has_brought: whether a micro-batch came from the pool.
+        lost: the error that says that the process of the pool's execution has died; None = it lives. Such a stream
+            does not leave its Supervisor when it ends: the next one asks it how the ranks go on.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class PooledStream(Iterator[MicroBatch]):
         self.head = head
         self.on_end: list[Callable[[], None]] = []
         self.has_begun = head is None
+        self.has_brought = False
+        self.lost: BaseException | None = None
         self._iterators: list[DataIterator] = []
         self._from_pool: Iterator[MicroBatch] = iter(())
         self._first: list[MicroBatch] = []
@@ -124,6 +131,8 @@ class PooledStream(Iterator[MicroBatch]):
         Args:
             waited_s: see `SupervisorWatchdog`.
         """
+        if self._watchdog:
+            self._watchdog.stop()
         self._watchdog = SupervisorWatchdog(self.supervisor, self._rank, waited_s)
         self._watchdog.start()
 
@@ -156,11 +165,25 @@ class PooledStream(Iterator[MicroBatch]):
             raise self._error
         if self._is_left.is_set():
             return
+        try:
+            yield from self._behind_head()
+        except Exception as error:
+            coordinator = coordinator_of(self._iterators[self._rank])
+            if coordinator is None or not is_lost_process(error):
+                raise
+            self.lost = error
+            # if it was only out of reach, the other ranks are to go on, too
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(coordinator)
+            raise PoolLostError from error
+
+    def _behind_head(self) -> Iterator[MicroBatch]:
         num_beyond = self.head.num_beyond if self.head else 0
         from_pool = chain(self._first, self._from_pool)
         self._first = []
         is_first = True
         for batch in islice(from_pool, num_beyond, None):
+            self.has_brought = True
             yield batch
             # its block's memory is to be free before the next one arrives
             del batch
@@ -197,7 +220,7 @@ class PooledStream(Iterator[MicroBatch]):
             close_from_any_thread(batches, self._reader, self._stop_execution)
         if self._watchdog:
             self._watchdog.stop()
-        if self.supervisor is not None:
+        if self.supervisor is not None and not (self.lost and self._world_size > 1):
             end_actors(self.supervisor, self._iterators, self._rank, self._world_size)
         for call in self.on_end:
             call()

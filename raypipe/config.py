@@ -496,7 +496,9 @@ class PoolConfig(Section, prefix="pool."):
             "separate" for stores in groups, else "actors". Groups of tars stay in a node's cache, so on a
             cluster of one machine, which raypipe has started, the actors read these themselves.
         head_start: micro-batches that each rank makes itself, in a thread, while Ray and the pool start: -1 =
-            as many as cover the start; 0 = none. It changes when the first batch comes, and no batch.
+            as many as cover the start; 0 = none. It changes when the first batch comes, and no batch. Unless it
+            is 0, ranks also make their micro-batches when the coordinator of their pool dies, until there is
+            another; otherwise all trainers restart then.
         stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was
             finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
             another run's start.

@@ -224,6 +224,12 @@ class RankStream:
         """End the stream: all epochs were handed out, and the last one was left."""
         if self.why is not None:
             return
+        with contextlib.suppress(PoolLostError):  # nothing more is needed of it
+            self._read_to_end()
+        self.end(EXHAUSTED)
+
+    def _read_to_end(self) -> None:
+        """Read what is left, for the ranks that share it."""
         if self._is_shared:
             self._leave_training()
             self._tell_of_validation(None)
@@ -232,13 +238,12 @@ class RankStream:
             # it may do something more at its end
             further = self._take()
             assert further is None, "the stream is longer than the plan"
-        self.end(EXHAUSTED)
 
     def _batch(self, position: MicroBatchId) -> Batch | None:
         """The batch of a place; None = the stream has ended."""
         while True:
-            self._reach(position)
             try:
+                self._reach(position)
                 batch = self._take()
             except HeadStartLostError as lost:
                 if self._is_shared:  # the others go on

@@ -54,6 +54,8 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 # The name of rank 0's message of the stream that takes the place of a lost one: its Supervisor and place.
 _NEXT = "next"
+# Pools in turn that died before this rank had a micro-batch of them, after which their error is raised.
+_MAX_VAIN = 3
 # The name of rank 0's message that says how many micro-batches each rank makes itself.
 _NUM_FIRST = "first"
 # Micro-batches of a rank, of its first, among which is looked for one that has ended a process.
@@ -105,6 +107,7 @@ class RayStreams:
         self._apart = apart
         self._siblings = siblings
         self._has_started = False
+        self._num_vain = 0
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
         self._may_head_start = spec.pool.head_start != 0
@@ -165,13 +168,15 @@ class RayStreams:
             )
         stream = PooledStream(
             self._spec,
-            functools.partial(self._iterators, place, bool(lost)),
+            functools.partial(self._iterators, place, lost is not None),
             self._rank,
             self._world_size,
             opening.supervisor,
             head,
         )
         self._now = stream
+        if head and lost and self.is_shared:
+            stream.meet = functools.partial(self._meet, place, head)
         if stream.supervisor is not None:
             # before anything is made: a rank that freezes from here on is found
             self._join(stream)
@@ -230,10 +235,11 @@ class RayStreams:
         none: it makes micro-batches from its own step on, and rank 0 tells the others where its pool starts.
 
         Raises:
-            BaseException: the error of the loss, if no such stream can start, or the last one brought nothing.
+            BaseException: the error of the loss, if no such stream can start, or several in turn brought nothing.
         """
         assert lost.lost
-        if not lost.has_brought:
+        self._num_vain = 0 if lost.has_brought else self._num_vain + 1
+        if self._num_vain == _MAX_VAIN:
             raise lost.lost
         if not self.is_shared:
             return self._agree(place)
@@ -251,13 +257,16 @@ class RayStreams:
         """Leave the Supervisor of a stream whose execution was lost."""
         end_actors(supervisor, (), self._rank, self._world_size)
 
-    def _join_next(self, place: MicroBatchId, stream: PooledStream) -> int:
-        """Join the stream that rank 0 has started in the place of a lost one.
+    def _meet(self, place: MicroBatchId, head: HeadStart, stream: PooledStream) -> None:
+        """Join the stream that rank 0 opens in the place of a lost one; rank 0 waits until all ranks have.
 
-        Returns:
-            The micro-batches of this rank between its own place and that of rank 0, see `HeadStart`; negative = it
-            is ahead.
+        One that waits for others in its loop joins later, and may need their micro-batches before.
         """
+        if self._rank == 0:
+            while ray.get(stream.supervisor.num_joined.remote()) < self._world_size:
+                stream.check()
+                time.sleep(_LOOK_S)
+            return
         supervisor, start = _shared(stream, _NEXT)
         lost = stream.supervisor
         stream.supervisor = supervisor
@@ -265,7 +274,7 @@ class RayStreams:
         self._leave_lost(lost)
         plan = self._spec.plan
         behind = plan.num_micro_batches(place) - plan.num_micro_batches(start)
-        return behind // self._world_size
+        head.num_behind = behind // self._world_size
 
     def _head_start_at(self, place: MicroBatchId) -> int:
         """Return the most micro-batches that each rank may make itself from a place on."""
@@ -299,7 +308,7 @@ class RayStreams:
         """
         if self._rank == 0:
             try:
-                iterators = self._start(place, goes_on, stream)
+                iterators = self._start(place, stream)
             except BaseException as error:
                 if self._world_size > 1 and ray.is_initialized():
                     # a peer that waits for this rank in a collective would not end by itself
@@ -313,18 +322,15 @@ class RayStreams:
             if self._world_size > 1:
                 _share(stream, POOL, (iterators, self._max_actors))
         else:
-            num_behind = self._join_next(place, stream) if goes_on else 0
             if stream.head:
                 num_first = _shared(stream, _NUM_FIRST)
-                stream.head.let(num_first + num_behind)
+                stream.head.let(num_first)
             iterators, self._max_actors = _shared(stream, POOL)
         stream.check()
         self.on_start()
         return iterators
 
-    def _start(
-        self, place: MicroBatchId, goes_on: bool, stream: PooledStream
-    ) -> list[DataIterator]:
+    def _start(self, place: MicroBatchId, stream: PooledStream) -> list[DataIterator]:
         """Start the stream's actors, on rank 0."""
         from raypipe.streaming.pipeline import splits  # this imports ray.data
 
@@ -350,8 +356,6 @@ class RayStreams:
         num_first = 0
         are_others = stream.hold_memory().are_others()
         if stream.head:
-            if goes_on:
-                self._await_ranks(stream)
             num_first = stream.head.fix(are_others)
             if stream.head.measured:
                 stream.supervisor.block_measured.remote(*stream.head.measured)
@@ -367,12 +371,6 @@ class RayStreams:
             apart=self._apart,
             num_first=num_first * self._world_size,
         )
-
-    def _await_ranks(self, stream: PooledStream) -> None:
-        """Wait until all ranks have joined: one that waits in its loop may need micro-batches of others."""
-        while ray.get(stream.supervisor.num_joined.remote()) < self._world_size:
-            stream.check()
-            time.sleep(_LOOK_S)
 
     @property
     def _is_trainer(self) -> bool:

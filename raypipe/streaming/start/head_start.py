@@ -79,6 +79,8 @@ class HeadStart:
             their loops: so each makes what it lacks from its own step on, wherever it is read from.
 
     Attributes:
+        num_behind: micro-batches of this rank from its first place to that which rank 0 counts n from; negative =
+            it is ahead.
         is_lost: whether it could not make one of them.
         measured: split, CPU seconds and bytes of a micro-batch, not the first, by which the pool finds the size of
             its blocks before its actors can tell; None = unknown.
@@ -108,7 +110,9 @@ class HeadStart:
         self._has_remote = any(is_remote(store.address) for store in stores)
         self._total = spec.plan.num_micro_batches(start) // world_size
         self._most = min(self._total, most)
-        if spec.pool.head_start >= 0 and instead is None:
+        # a set number is that of a start
+        self._is_measured = spec.pool.head_start < 0 or instead is not None
+        if not self._is_measured:
             self._most = min(self._most, spec.pool.head_start)
         self._marks = marks
         self._is_apart = is_apart
@@ -117,6 +121,7 @@ class HeadStart:
         self._num_of_step = spec.plan.config.per_step // world_size
         self._instead = instead
         self._num: int | None = None  # n, once it is known
+        self.num_behind = 0
         self._num_begun = 0
         self._num_made = 0
         self._num_taken = 0
@@ -180,7 +185,7 @@ class HeadStart:
             # from then on it is known whether a rank can make any
             self._changed.wait_for(lambda: self._is_ready or self._is_done)
             num = self._most
-            if self._spec.pool.head_start < 0:
+            if self._is_measured:
                 waits_for_loop = self._draws_globally and not self._is_asked
                 self._changed.wait_for(
                     lambda: self._last_s or self._is_done or waits_for_loop, _MEASURE_S
@@ -200,9 +205,9 @@ class HeadStart:
         return num
 
     def let(self, num: float) -> None:
-        """Set n, at most all that is left of the rank's share."""
+        """Set n, as rank 0 counts it, at most all that is left of the rank's share."""
         with self._changed:
-            self._num = int(min(num, self._total))
+            self._num = int(min(num + self.num_behind, self._total))
             self._changed.notify_all()
 
     def give_up(self) -> None:

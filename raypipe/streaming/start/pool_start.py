@@ -61,6 +61,7 @@ class PooledStream(Iterator[MicroBatch]):
 
     Attributes:
         supervisor: see above.
+        meet: called by the thread of the start, before the pool may start.
         on_end: functions to call at the end of the stream.
         has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
         has_brought: whether a micro-batch came from the pool.
@@ -83,6 +84,7 @@ class PooledStream(Iterator[MicroBatch]):
         self._world_size = world_size
         self.supervisor = supervisor
         self.head = head
+        self.meet: Callable[[PooledStream], None] = lambda stream: None
         self.on_end: list[Callable[[], None]] = []
         self.has_begun = head is None
         self.has_brought = False
@@ -227,6 +229,7 @@ class PooledStream(Iterator[MicroBatch]):
         # an execution is to be collected once it has ended, like the objects that have opened it
         self.on_end = []
         self._start_pool = lambda stream: []
+        self.meet = lambda stream: None
         self._iterators = []
         self._from_pool = iter(())
         self._batches = iter(())
@@ -240,6 +243,7 @@ class PooledStream(Iterator[MicroBatch]):
 
     def _run(self) -> None:
         try:
+            self.meet(self)
             while not _starting.acquire(timeout=_LOOK_S):
                 self.check()
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,11 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HeadStartLostError
+from raypipe.streaming.rank_stream import HeadStartLostError, PoolLostError
 from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.row import block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.start import pool_start
+from raypipe.streaming.start import head_start, pool_start
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.start.pool_start import PooledStream
 from raypipe.streaming.supervisor import Supervisor
@@ -54,12 +55,38 @@ class Split:
                 yield block_row(batches, arrays)
 
 
+class DyingSplit(Split):
+    """A rank's part of an execution whose process dies behind so many blocks of this rank."""
+
+    def __init__(self, split: Split, num_blocks: int) -> None:
+        vars(self).update(vars(split))
+        self._num_blocks = num_blocks
+        begins = SimpleNamespace(remote=lambda split: None)
+        self._coord_actor = SimpleNamespace(start_epoch=begins)
+        self._output_split_idx = self.rank
+
+    def iter_batches(self, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+        yield from islice(super().iter_batches(**options), self._num_blocks)
+        raise ray.exceptions.ActorDiedError
+
+
+handles = dict[int, Any]()
+
+
+def handle_of(number: int) -> Any:
+    return handles[number]
+
+
 class Handle:
     """A handle of a Supervisor that lives in this process."""
 
     def __init__(self) -> None:
         self._supervisor = Supervisor(3)
         self._actor_id = SimpleNamespace(hex=lambda: "5" * 32)
+        handles[id(self)] = self
+
+    def __reduce__(self) -> Any:
+        return handle_of, (id(self),)
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self._supervisor, name))
@@ -228,6 +255,108 @@ def test_a_rank_that_cannot_make_its_own_leaves_all_to_the_pool_next_time(
     with_pool = streams.open(start)
     assert with_pool.head is None and next(with_pool).position == start
     with_pool.close()
+
+
+def hashes_of(streams: RayStreams, spec: StreamSpec) -> Iterator[bytes]:
+    """The micro-batches of a rank, whose stream is opened again where it was lost."""
+    share = (streams._rank, streams._world_size)
+    places = list(spec.plan.micro_batches(spec.plan.start(), share=share))
+    batches = streams.open(places[0])
+    num = 0
+    while num < len(places):
+        try:
+            batch = next(batches)
+        except PoolLostError:
+            batches.close()
+            batches = streams.open(places[num])
+            continue
+        if batch.position == places[num]:  # it was opened at a step
+            num += 1
+            yield batch_hash(batch)
+    batches.close()
+
+
+def dies(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: tuple[int, ...], times: int
+) -> list[list[Split]]:
+    """Let the processes of the first executions die, behind so many blocks of each rank; return all executions."""
+    executions = list[list[Split]]()
+    splits = pipeline.splits
+
+    def first_dies(*args: Any, **options: Any) -> list[Any]:
+        made: list[Any] = splits(*args, **options)
+        executions.append(made)
+        if len(executions) > times:
+            return made
+        return list(map(DyingSplit, made, num_blocks))
+
+    monkeypatch.setattr(pipeline, "splits", first_dies)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    # ranks have a process each: there they do not wait for each other's start
+    monkeypatch.setattr(pool_start, "_starting", threading.Semaphore(2))
+    return executions
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "times"),
+    [((2,), 1), ((0,), 2), ((1, 1), 4), ((1, 3), 1), ((3, 1), 1), ((0, 0), 2)],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_each_rank_goes_on_from_its_own_step_when_the_coordinator_dies(
+    stores: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: tuple[int, ...],
+    times: int,
+    waits: bool,
+) -> None:
+    dies(monkeypatch, num_blocks, times)
+    spec = stream(stores, 1)
+    world_size = len(num_blocks)
+    ranks = [hashes_of(one, spec) for one in streams_of(spec, world_size)]
+    got = [[next(hashes)] for hashes in ranks]
+    if waits:
+        # the last rank finds the loss, and the others do once it has ended
+        for rank in reversed(range(world_size)):
+            got[rank] += list(ranks[rank])
+    else:
+        for hashes in zip(*ranks, strict=True):
+            for rank, found in enumerate(hashes):
+                got[rank].append(found)
+    for rank in range(world_size):
+        expected = inline_batches(spec, first_place(spec), rank, world_size)
+        assert got[rank] == list(map(batch_hash, expected))
+
+
+def test_the_pool_that_starts_after_a_loss_takes_over_from_the_ranks(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executions = dies(monkeypatch, (1, 1), 3)
+    # ranks make no more than the one that is asked for, until they know where the pool begins
+    monkeypatch.setattr(head_start, "_COVER_S", 0.0)
+    monkeypatch.setattr(head_start, "_MAX_AHEAD_BYTES", 0)
+    spec = stream(stores, 1)
+    ranks = streams_of(spec, 2)
+    for _ in zip(*[hashes_of(one, spec) for one in ranks], strict=True):
+        for one in ranks:
+            until(lambda one=one: one._now._is_ready.is_set())
+    assert len(executions) == 4
+    assert executions[-1][0].first < spec.plan.num_micro_batches(spec.plan.start()) / 2
+
+
+@pytest.mark.parametrize(
+    ("head_start", "num_blocks"), [(0, (1, 1)), (1, (0,)), (0, (0,))]
+)
+def test_a_loss_is_an_error_if_no_rank_can_make_what_it_lacks(
+    stores: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+    head_start: int,
+    num_blocks: tuple[int, ...],
+) -> None:
+    dies(monkeypatch, num_blocks, 100)
+    spec = stream(stores, head_start)
+    for one in streams_of(spec, len(num_blocks)):
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            list(hashes_of(one, spec))
 
 
 def test_a_stream_is_closed_while_another_thread_waits_for_it(

@@ -51,7 +51,15 @@ class HeadStartLostError(Exception):
 
 
 class PoolLostError(Exception):
-    """The process that runs the pool's execution has died; the stream is to be opened again."""
+    """The process that runs the pool's execution has died; the stream is to be opened again.
+
+    Attributes:
+        accept: called instead where nothing more is needed of the stream.
+    """
+
+    def __init__(self, accept: Callable[[], None]) -> None:
+        super().__init__()
+        self.accept = accept
 
 
 class RankStream:
@@ -224,8 +232,10 @@ class RankStream:
         """End the stream: all epochs were handed out, and the last one was left."""
         if self.why is not None:
             return
-        with contextlib.suppress(PoolLostError):  # nothing more is needed of it
+        try:
             self._read_to_end()
+        except PoolLostError as lost:
+            lost.accept()
         self.end(EXHAUSTED)
 
     def _read_to_end(self) -> None:

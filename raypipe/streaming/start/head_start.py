@@ -214,7 +214,8 @@ class HeadStart:
         """Make no more, if n is not known: there is no pool behind them."""
         with self._changed:
             if self._num is None:
-                self.let(self._num_begun)
+                self._num = self._num_begun
+                self._changed.notify_all()
 
     def batches(self) -> Iterator[MicroBatch]:
         """Yield the first n micro-batches; raise HeadStartLostError if one cannot be made here."""

@@ -177,7 +177,10 @@ class PooledStream(Iterator[MicroBatch]):
             # if it was only out of reach, the other ranks are to go on, too
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(coordinator)
-            raise PoolLostError from error
+            raise PoolLostError(self._accept_loss) from error
+
+    def _accept_loss(self) -> None:
+        self.lost = None
 
     def _behind_head(self) -> Iterator[MicroBatch]:
         num_beyond = self.head.num_beyond if self.head else 0

@@ -327,6 +327,24 @@ def test_each_rank_goes_on_from_its_own_step_when_the_coordinator_dies(
         assert got[rank] == list(map(batch_hash, expected))
 
 
+def test_a_rank_leaves_a_lost_stream_that_it_needs_no_more(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(monkeypatch, (1, 1), 1)
+    left = list[int]()
+    monkeypatch.setattr(
+        pool_start, "end_actors", lambda handle, iterators, rank, _: left.append(rank)
+    )
+    spec = stream(stores, 1)
+    for batches in [one.open(first_place(spec)) for one in streams_of(spec, 2)]:
+        with pytest.raises(PoolLostError) as lost:
+            list(batches)
+        if not left:
+            lost.value.accept()
+        batches.close()
+    assert left == [0]
+
+
 def test_the_pool_that_starts_after_a_loss_takes_over_from_the_ranks(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,7 +356,7 @@ class RayStreams:
         num_first = 0
         are_others = stream.hold_memory().are_others()
         if stream.head:
-            num_first = stream.head.fix(are_others)
+            num_first = stream.head.fix(are_others, is_local())
             if stream.head.measured:
                 stream.supervisor.block_measured.remote(*stream.head.measured)
             if self._world_size > 1:

@@ -9,7 +9,9 @@ user's function that may draw from them is left to the pool, which can replace a
     made by                      the rank         | the pool
 
 Rank 0 sets n before the pool is laid out, and sends it to the other ranks. It counts micro-batches that it can
-read without object storage: from files on disk, and from shards that are in the node's cache.
+read without object storage: from files on disk, and from shards that are in the node's cache. A rank whose pool is
+not there yet at n goes on, up to twice as far, and leaves out as many of the pool's: too large an n would let the
+pool wait for a single thread.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.user_code import failed
 
-# Seconds that pass until the pool's first micro-batch is there, on two busy cores, once it is laid out.
+# Seconds in which a pool that is laid out has a micro-batch, where its processes import all that they need, and on
+# one machine, where they are forks: 1.0 to 1.2 on two cores, and 2.0 to 2.6 for items of a Dataset.
 _COVER_S = 5.0
+_COVER_BY_FORKS_S = 1.5
+# so many times n are made at most while the pool is not there
+_MOST_TIMES = 2
 # Longest wait for the second micro-batch, whose time says how many fit into these seconds. The first includes what
 # is loaded once.
 _MEASURE_S = 1.0
@@ -121,6 +127,7 @@ class HeadStart:
         self._num_of_step = spec.plan.config.per_step // world_size
         self._instead = instead
         self._num: int | None = None  # n, once it is known
+        self._until: int | None = None  # where the rank ends, once the pool is there
         self.num_behind = 0
         self._num_begun = 0
         self._num_made = 0
@@ -164,8 +171,15 @@ class HeadStart:
 
     @property
     def has_all(self) -> bool:
-        """True if the rank makes all that is left of its share."""
-        return self._num == self._total
+        """True if the rank has made all that was left of its share."""
+        return max(self._num or 0, self._num_taken) == self._total
+
+    @property
+    def _end(self) -> int | None:
+        """The number of micro-batches after which the rank takes the pool's, as far as it is known."""
+        if self._until is not None or self._num is None:
+            return self._until
+        return max(self._num, min(_MOST_TIMES * self._num, self._most))
 
     def await_first(self) -> None:
         """Wait for the first micro-batch, not long: Ray's start would have the CPUs that it takes."""
@@ -175,12 +189,14 @@ class HeadStart:
                 0 if self._has_remote else _FIRST_S,
             )
 
-    def fix(self, are_others: bool = False) -> int:
+    def fix(self, are_others: bool = False, is_local: bool = False) -> int:
         """Set n, on rank 0: as many as are made until the pool's first is there. It waits for the first few.
 
         Args:
             are_others: whether other streams make the same.
+            is_local: whether the pool runs on this machine.
         """
+        cover_s = _COVER_BY_FORKS_S if is_local else _COVER_S
         with self._changed:
             # from then on it is known whether a rank can make any
             self._changed.wait_for(lambda: self._is_ready or self._is_done)
@@ -191,7 +207,7 @@ class HeadStart:
                     lambda: self._last_s or self._is_done or waits_for_loop, _MEASURE_S
                 )
                 seconds = self._last_s or _MEASURE_S
-                num = self._num_begun + math.ceil(_COVER_S / seconds)
+                num = self._num_begun + math.ceil(cover_s / seconds)
                 if are_others:
                     num = _FEW
             num = min(num, self._most)
@@ -201,7 +217,9 @@ class HeadStart:
             num = max(num, self._num_begun)
             if self._is_done:
                 num = min(num, self._num_made)
-        self.let(num)
+            self.let(num)
+            if are_others:
+                self._until = self._num
         return num
 
     def let(self, num: float) -> None:
@@ -215,10 +233,16 @@ class HeadStart:
         with self._changed:
             if self._num is None:
                 self._num = self._num_begun
-                self._changed.notify_all()
+            self.pool_is_there()
+
+    def pool_is_there(self) -> None:
+        """Make no more than n; what was begun beyond is handed out."""
+        with self._changed:
+            self._until = max(self._num or 0, self._num_begun)
+            self._changed.notify_all()
 
     def batches(self) -> Iterator[MicroBatch]:
-        """Yield the first n micro-batches; raise HeadStartLostError if one cannot be made here."""
+        """Yield the first ones, until the pool is there; raise HeadStartLostError if one cannot be made here."""
         with self._changed:
             self._is_asked = True
             self._changed.notify_all()
@@ -230,7 +254,7 @@ class HeadStart:
                     self._changed.wait(_LOOK_S)
                     self._check_time()
                 self._is_awaited = False
-                if self._is_stopped or self._num_taken == self._num:
+                if self._is_stopped or self._num_taken == self._end:
                     return
                 if not self._made:
                     if self._error and (self._instead or self.is_lost):
@@ -244,7 +268,7 @@ class HeadStart:
 
     def _has_ended(self) -> bool:
         is_known = self._num is not None or self._instead is not None
-        return self._num_taken == self._num or (self._is_done and is_known)
+        return self._num_taken == self._end or (self._is_done and is_known)
 
     def _is_at_hand(self, place: MicroBatchId) -> bool:
         """Return whether a micro-batch can be made from files of this machine."""
@@ -330,8 +354,8 @@ class HeadStart:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""
         with self._changed:
             while not self._is_stopped:
-                num = self._most if self._num is None else self._num
-                if self._num_begun >= num:
+                num = self._most if self._end is None else self._end
+                if self._num_begun >= num or self._is_left_to_pool(place):
                     return False
                 if not self._is_far_ahead(place):
                     self._num_begun += 1
@@ -339,6 +363,11 @@ class HeadStart:
                     return True
                 self._changed.wait()
             return False
+
+    def _is_left_to_pool(self, place: MicroBatchId) -> bool:
+        """Return whether a micro-batch is the pool's, and this rank cannot read it at once."""
+        is_of_pool = self._num is not None and self._num_begun >= self._num
+        return is_of_pool and not self._is_at_hand(place)
 
     def _is_far_ahead(self, place: MicroBatchId) -> bool:
         """Return whether enough waits for the loop, or for n."""

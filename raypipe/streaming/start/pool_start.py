@@ -280,6 +280,8 @@ class PooledStream(Iterator[MicroBatch]):
             while not has_actor and not self._is_left.wait(_LOOK_S):
                 has_actor = ray.get(self.supervisor.has_actors.remote())
         self.has_begun = True
+        if self.head:
+            self.head.pool_is_there()
 
     def _start(self) -> None:
         self._iterators = self._start_pool(self)

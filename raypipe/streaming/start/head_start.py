@@ -3,7 +3,8 @@
 A micro-batch has the same bits in every process. So a thread of the rank makes the first n, as the inline engine
 does, and the pool begins behind them. A library's steps that draw from the generators of the process, and items
 of a Dataset, are made only while the loop waits, or, where another thread takes the micro-batches, not at all. A
-user's function that may draw from them is left to the pool, which can replace a process that it ends:
+user's function that may draw from them is left to the pool, which can replace a process that it ends, unless the
+pool before it was lost:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       n = 6
     made by                      the rank         | the pool
@@ -258,7 +259,8 @@ class HeadStart:
                     return
                 if not self._made:
                     if self._error and (self._instead or self.is_lost):
-                        raise HeadStartLostError(self._error) from self._error
+                        error = self._instead or self._error
+                        raise HeadStartLostError(error) from self._error
                     return
                 batch = self._made.popleft()
                 self._num_taken += 1
@@ -297,8 +299,6 @@ class HeadStart:
             error = failure
         with self._changed:
             self._error = self._error or error
-            if self._error:
-                self._error = self._instead or self._error
             self._is_done = True
             self._began_at = 0.0
             self._changed.notify_all()

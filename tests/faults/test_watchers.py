@@ -228,7 +228,7 @@ HEALED = [
 def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(
     who: str, number: int, fault: str, run: Run
 ) -> None:
-    run.until(lambda: run.step > 0, "its first steps")
+    run.until(lambda: run.step > 1, "steps of its pool")
     known = len(run.faults)
     run.hurts(who, number)
     run.is_found(fault, known)
@@ -241,7 +241,7 @@ def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_an_actor_that_hangs_after_the_supervisors_death_is_found(run: Run) -> None:
-    run.until(lambda: run.step > 0, "its first steps")
+    run.until(lambda: run.step > 1, "steps of its pool")
     known = len(run.faults)
     supervisor, actor = run.process(SUPERVISOR), run.process(ACTOR)
     supervisor.kill()
@@ -257,7 +257,7 @@ def test_an_actor_that_hangs_after_the_supervisors_death_is_found(run: Run) -> N
 def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(
     run: Run,
 ) -> None:
-    run.until(lambda: run.step > 0, "its first steps")
+    run.until(lambda: run.step > 1, "steps of its pool")
     run.signal(signal.SIGSTOP)
     run.trains_on()
     run.signal(signal.SIGCONT)

@@ -127,9 +127,10 @@ class DriverWatch:
     def start(self) -> None:
         """Start to watch."""
         head = Head(ray.get_runtime_context().gcs_address)
-        # A question to a silent head may take longer than it should, so a second thread asks.
+        # A question to a lost head may never return, so each that asks one has a thread of its own.
         for turn in (
             lambda: self._ask(head),
+            self._look_at_controller,
             lambda: self.turn(time.monotonic()),
         ):
             self._threads.append(RayThread(turn, _PERIOD_S, "raypipe-driver-watch"))
@@ -154,7 +155,7 @@ class DriverWatch:
             logger.debug("the head does not answer", exc_info=True)
 
     def turn(self, now: float) -> None:
-        """Look at the head's last answer and at the controller's process."""
+        """Look at the head's last answer, and ask nobody."""
         silent_s = now - self._answered_at
         if self._is_gone:
             timeout_s = min(self._timeout_s, _GONE_SHARE * _RAY_ENDS_S)
@@ -162,7 +163,6 @@ class DriverWatch:
             timeout_s = self._timeout_s
         if silent_s < _FIRST_TOLD_S:
             self._due_s = _FIRST_TOLD_S
-            self._look_at_controller()
         elif silent_s >= timeout_s:
             self.stop()
             self._give_up(self._silence(silent_s))

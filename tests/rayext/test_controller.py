@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,12 +15,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(
-        controller, "ray", SimpleNamespace(get_runtime_context=lambda: context)
-    )
-    monkeypatch.setattr(controller, "process_of", lambda handle: handle)
+def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question to a lost head does not return: the thread that counts its silence asks none."""
+    monkeypatch.setattr(controller, "process_of", pytest.fail)
 
 
 def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(

@@ -1,4 +1,4 @@
-"""The number of CPUs that this process may use."""
+"""The number of CPUs that this process may use, and the time for which a thread waits for one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def num_cpus() -> int:
     return max(
         1, min(allowed, int(_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))))
     )
+
+
+def queued_s() -> float:
+    """Return the seconds for which the calling thread was ready to run and had no CPU; 0 where nobody tells."""
+    try:
+        _, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(queued_ns) / 1e9
 
 
 def _quota(root: Path, process: Path) -> float:

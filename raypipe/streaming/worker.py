@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import pyarrow as pa
 import ray
 
 from raypipe import library_settings
+from raypipe.cpus import queued_s
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
@@ -108,7 +108,7 @@ class TransformWorker:
             return self._made(block, given)
 
     def _made(self, block: Block, given: Columns | None) -> dict[str, np.ndarray]:
-        queued_before_s = _queued_s()
+        queued_before_s = queued_s()
         use_one_thread()
         with self._guard.block(block) as orders:
             self._orders = orders
@@ -138,8 +138,8 @@ class TransformWorker:
         row = block_row(batches, arrays)
         if self._num_blocks in _MEASURED:
             # Other processes that run during the first blocks say nothing of later ones.
-            queued_s = _queued_s() - queued_before_s
-            work_s = sum(batch.work_s for batch in batches) - queued_s
+            work_s = sum(batch.work_s for batch in batches)
+            work_s -= queued_s() - queued_before_s
             work_s = max(0.0, work_s) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
             self._supervisor.block_measured.remote(
@@ -200,15 +200,6 @@ class TransformWorker:
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
-
-
-def _queued_s() -> float:
-    """Return the seconds for which the calling thread was ready to run and had no CPU; 0 where nobody tells."""
-    try:
-        _, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return 0.0
-    return int(queued_ns) / 1e9
 
 
 class Guard:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 
 import pytest
 
 from raypipe.rayext import controller
 from raypipe.rayext.controller import DriverWatch
 from raypipe.rayext.head import Head
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(autouse=True)

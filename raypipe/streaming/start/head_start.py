@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import islice, takewhile
 
 from raypipe.config import MAX_INT
-from raypipe.cpus import num_cpus
+from raypipe.cpus import num_cpus, queued_s
 from raypipe.errors import RaypipeError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
@@ -89,7 +89,7 @@ class HeadStart:
         num_behind: micro-batches of this rank from its first place to that which rank 0 counts n from; negative =
             it is ahead.
         is_lost: whether it could not make one of them.
-        measured: split, CPU seconds and bytes of a micro-batch, not the first, by which the pool finds the size of
+        measured: split, seconds and bytes of a micro-batch, not the first, by which the pool finds the size of
             its blocks before its actors can tell; None = unknown.
     """
 
@@ -327,13 +327,17 @@ class HeadStart:
                 return
             if self._marks:
                 self._marks.set(place)
-            begun_s = time.thread_time()
+            begun_s = _ready_s()
             with traced("make", [place]), process_kept(self._draws_globally):
                 batch, bad = maker.make(place)
             if self._num_begun > 1 and self._spec.pool.cpus_per_actor == 1:
+                seconds = _ready_s() - begun_s
+                if self.measured and self.measured[0] == place.split:
+                    # an import, or the loop, may hold the interpreter meanwhile
+                    seconds = min(seconds, self.measured[1])
                 self.measured = (
                     place.split,
-                    time.thread_time() - begun_s,
+                    seconds,
                     _size(batch),
                 )
             maker.settle([batch], bad)
@@ -430,3 +434,8 @@ def threads_of_rank(in_train: bool) -> int:
 
 def _size(batch: MicroBatch) -> int:
     return sum(array.nbytes for array in batch.arrays().values())
+
+
+def _ready_s() -> float:
+    """Seconds of a clock that stands while the calling thread waits for a CPU, and goes on while it sleeps."""
+    return time.perf_counter() - queued_s()

@@ -109,12 +109,8 @@ def print_table(heading: str, rows: Mapping[str, Any]) -> None:
         elif value is not None:
             least_and_most, *median = readable(value).partition(" (median")
             lines.append((title, unit.format(least_and_most) + "".join(median)))
-    width = max((len(name) for name, _ in lines), default=0)
-    print(
-        printable(
-            "\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])
-        )
-    )
+    print(heading)
+    print_rows(lines)
 
 
 def told(result: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
@@ -126,10 +122,9 @@ def told(result: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
     }
 
 
-def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of texts in aligned columns below their names, on standard output."""
-    shown = [[printable(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for row in shown:
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts in aligned columns, on standard output."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(["", *cells]).rstrip())

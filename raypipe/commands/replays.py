@@ -207,7 +207,7 @@ def print_replay(result: dict[str, Any]) -> None:
     for sentence in result["differences"]:
         print(f"changed: {sentence}")
     if "samples" in result:
-        print_rows(list(_COLUMNS), [_cells(row) for row in result["samples"]])
+        print_rows([list(_COLUMNS), *map(_cells, result["samples"])])
     rows = told(result, "run_dir", "with", "differences", "samples")
     heading = result["run_dir"]
     if "with" in result:

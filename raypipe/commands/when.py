@@ -107,7 +107,7 @@ def print_when(result: dict[str, Any]) -> None:
         print("none")
         return
     header = [name.removeprefix("num_").replace("_", " ") for name in names]
-    print_rows(header, [[str(row[name]) for name in names] for row in rows])
+    print_rows([header, *([str(row[name]) for name in names] for row in rows)])
 
 
 def _states(sample: dict[str, Any]) -> list[dict[str, Any]]:

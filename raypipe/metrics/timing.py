@@ -8,10 +8,15 @@ there: from the end of the last one's work to the arrival of the next. The host'
 A device that is faster than the host which gives it work also has nothing to do now and then, between one launch
 and the next. No mark shows that, since marks are launched as well: such time counts as augment and compute. What
 shows it is a device that has finished its work when the next micro-batch is asked for, see `has_drained`.
+
+So does the GPU's utilization: the share of the time for which it executes kernels, as NVML counts it. torch asks
+NVML through the package `nvidia-ml-py`, the extra `gpu`. Without it, on a CPU, and where a device does not count
+(a part of one, by MIG), there is no utilization, and all that shows it leaves it out.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -25,6 +30,8 @@ from raypipe.metrics.observer import Observer
 
 if TYPE_CHECKING:
     from raypipe.plan.places import MicroBatchId, Split
+
+logger = logging.getLogger(__name__)
 
 
 def mark(device: torch.device) -> Any:
@@ -64,6 +71,8 @@ class StageTimes:
         checkpoint_s: the device had nothing to do because of a checkpoint.
         outage_s: part of the actors' reading, waiting for object storage that did not answer.
         remembered: images among them that were made before, and not again.
+        utilization_sum: sum of the samples of the device's utilization, each in [0, 1].
+        utilization_samples: their number: one a second, where NVML counts it.
     """
 
     images: int = 0
@@ -79,6 +88,8 @@ class StageTimes:
     outage_s: float = 0.0
     decode_s: float = 0.0
     remembered: int = 0
+    utilization_sum: float = 0.0
+    utilization_samples: int = 0
 
     def __add__(self, times: StageTimes) -> StageTimes:
         return self._with(times, 1)
@@ -123,6 +134,13 @@ class StageTimes:
         """Share of the micro-batches for which the device had finished its work when they were asked for."""
         return _share(self.drained, self.micro_batches)
 
+    @property
+    def gpu_utilization(self) -> float | None:
+        """Share of the time for which the device executed kernels; None = not known."""
+        if not self.utilization_samples:
+            return None
+        return self.utilization_sum / self.utilization_samples
+
 
 def _share(part: float, whole: float) -> float:
     """Return a part's share of the whole; 0 of nothing."""
@@ -148,6 +166,7 @@ class StageClock(Observer):
 
     Attributes:
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
+        gpu_utilization: the last sample, in [0, 1]; None = there is none.
         on_stage: called with each stage, its two marks, and its micro-batch, if it is one's.
     """
 
@@ -163,6 +182,9 @@ class StageClock(Observer):
         # The batch whose compute a checkpoint interrupts.
         self._suspended: MicroBatchId | None = None
         self.on_stage: OnStage = _not_traced
+        self.gpu_utilization: float | None = None
+        self._is_utilization_known = device.type == "cuda"
+        self._split: Split = "train"
         self.begin()
 
     def begin(self) -> None:
@@ -201,7 +223,27 @@ class StageClock(Observer):
                 self._pending.append((of_split, stage, start, end))
         return StageTimes(**self._sums[split])
 
+    def sample(self) -> float | None:
+        """Ask for the device's utilization now, and count it; None where nobody knows it. Takes below 1 ms.
+
+        A thread calls it about once a second.
+        """
+        if not self._is_utilization_known:
+            return None
+        try:
+            percent = torch.cuda.utilization(self._device)
+        except Exception as error:
+            # no package, no permission, or a device that does not count
+            self._is_utilization_known = False
+            logger.debug("the utilization is not known: %r", error)
+            return None
+        share = min(100, max(0, percent)) / 100
+        self.count(self._split, utilization_sum=share, utilization_samples=1)
+        self.gpu_utilization = share
+        return share
+
     def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self._split = split
         self._end_compute()
 
     def arrived(self, split: Split) -> None:

@@ -4,9 +4,9 @@
     counted("blocks", queued=3)         values of a counter
     happened("fault", "an actor died")  an instant
 
-An event is as the file of a trace has it, an object of Chrome's Trace Event Format. Once it is taken, its times
-are microseconds of the machine's time of day. `rayext.trace_sender` brings the events of a stream's processes
-together, and `metrics.chrome_trace` writes them.
+An event is as the file of a trace has it, an object of Chrome's Trace Event Format; its times are microseconds of
+the machine's time of day. `rayext.trace_sender` brings the events of a stream's processes together, and
+`metrics.chrome_trace` writes them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ MAX_EVENTS = 100_000
 Event = dict[str, Any]
 
 _events: deque[Event] | None = None
-_offset_us = 0.0  # from the clock of events to the time of day; one for a recording, so that slices stay nested
 _starting = threading.Lock()
 _UNTRACED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def clock_us() -> float:
-    """Return the time of the clock of events: all processes of a machine have it, and `metrics.timing.mark`."""
-    return time.perf_counter() * 1e6
+    """Return the machine's time of day, in steps of a quarter of a microsecond, so that slices stay nested."""
+    return time.time() * 1e6
 
 
 def begin_recording() -> bool:
     """Begin to record events in this process; return False if another caller records them already."""
-    global _events, _offset_us
+    global _events
     with _starting:
         if _events is not None:
             return False
-        _offset_us = time.time() * 1e6 - clock_us()
         _events = deque(maxlen=MAX_EVENTS)
         return True
 
@@ -57,20 +55,9 @@ def end_recording() -> None:
 
 
 def take_events() -> list[Event]:
-    """Remove all events, and return them, at the machine's time of day."""
-    events = _events
-    if events is None:
-        return []
-    return [_at_time_of_day(events.popleft()) for _ in range(len(events))]
-
-
-def _at_time_of_day(event: Event) -> Event:
-    # The sum has steps of a quarter of a microsecond. Begin and end are rounded, so nested slices stay nested.
-    begin_us = event["ts"] + _offset_us
-    moved = event | {"ts": begin_us}
-    if "dur" in event:
-        moved["dur"] = event["ts"] + event["dur"] + _offset_us - begin_us
-    return moved
+    """Remove all events, and return them."""
+    events = _events or deque()
+    return [events.popleft() for _ in range(len(events))]
 
 
 def add_slice(

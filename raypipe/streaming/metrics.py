@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 
 from raypipe import __version__
@@ -19,7 +18,6 @@ from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
-from raypipe.metrics.utilization import Utilization, mean_share
 from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
@@ -69,9 +67,8 @@ class LoaderMetrics:
             "plan": plan.fingerprint,
             "workers": str(world_size),
         }
-        self._utilization = Utilization(device)
         self.clock = StageClock(device)
-        self.prometheus = TrainerMetrics(run, rank, self._utilization.sample, **labels)
+        self.prometheus = TrainerMetrics(run, rank, self.clock.sample, **labels)
         self.run_log = RunLog(world_size, rank, folder)
         self.observers: list[Observer] = [self.clock, self.prometheus, self.run_log]
         self.num_bad = 0
@@ -84,7 +81,6 @@ class LoaderMetrics:
         self._device = device
         self._world_size = world_size
         self._augment = augment
-        self._used_in_training = np.zeros(2)
         self._is_step_due = False  # a step was handed out, and is not recorded yet
         self.begin_interval()
 
@@ -190,7 +186,6 @@ class LoaderMetrics:
         """An interval of the training begins."""
         self._before = self.clock.times("train")
         self._since = time.perf_counter()
-        self._samples_before = self._utilization.samples
 
     def begin_batch(self, place: MicroBatchId) -> None:
         """A batch is asked for; one of a training that comes after something else begins an interval."""
@@ -232,12 +227,10 @@ class LoaderMetrics:
         cursor = self._progress.cursor
         times = self.clock.times("train") - self._before
         seconds = time.perf_counter() - self._since
-        samples = self._utilization.samples - self._samples_before
-        self._used_in_training = self._used_in_training + samples
         self.begin_interval()
-        used = mean_share(samples)
+        used = times.gpu_utilization
         if used is None:
-            used = self._utilization.latest
+            used = self.clock.gpu_utilization
         images = times.images * self._world_size
         values = {
             "epoch": cursor.epoch,
@@ -273,7 +266,6 @@ class LoaderMetrics:
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
         times = self.clock.times("train")
-        used = mean_share(self._used_in_training)
         ready = self.run_log.ready()
         situation = Situation(
             world_size=self._world_size,
@@ -284,13 +276,13 @@ class LoaderMetrics:
             # Asked of all nodes, so only where it may say why finished blocks come late.
             spilled_bytes=spilled_bytes() if ready else 0,
             is_run=self.is_run,
-            gpu_utilization=used,
+            gpu_utilization=times.gpu_utilization,
         )
         remembered = _remembered(times, self.clock.times("val"))
         sentences = [*diagnose(times, situation), *_in_words(remembered)]
         text = " ".join(filter(None, sentences))
         is_last = epoch + 1 == self._plan.config.epochs
-        values = {**asdict(times), **_utilized(used), "text": text}
+        values = {**asdict(times), **_utilized(times.gpu_utilization), "text": text}
         values |= {f"{name}_share": share for name, share in remembered.items()}
         self.tell("recorded", "diagnosis", text if is_last else "", values)
 

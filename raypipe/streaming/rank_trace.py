@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,8 @@ class RankTrace(Observer):
         self._rank = rank
         self._device = device
         self._run = run
+        # from the clock of marks to that of events
+        self._offset_us = clock_us() - time.perf_counter() * 1e6
         # an event of the device, and its time
         self._base: tuple[Any, float] | None = None
         # name, two events of the device, and micro-batches of each stage
@@ -93,7 +96,8 @@ class RankTrace(Observer):
         name = _NAMES.get(stage, stage)
         places = [position] if position else []
         if isinstance(end, float):
-            add_slice(name, start * 1e6, end * 1e6, places)
+            begin_us, end_us = (at * 1e6 + self._offset_us for at in (start, end))
+            add_slice(name, begin_us, end_us, places)
             return
         if self._base is None:
             self._base = self._now_on_device()

@@ -14,8 +14,7 @@ from waiting import waiting_is_an_error
 
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
-from raypipe.metrics.timing import has_drained, mark
-from raypipe.metrics.utilization import Utilization, mean_share
+from raypipe.metrics.timing import StageClock, has_drained, mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
 
@@ -166,11 +165,11 @@ def test_marks_measure_the_transfer() -> None:
 
 
 def test_the_utilization_of_the_device_is_a_share_or_nobody_knows_it() -> None:
-    found = Utilization(torch.device("cuda", 0))
-    share = found.sample()
-    assert (share is None) == (mean_share(found.samples) is None)
+    clock = StageClock(torch.device("cuda", 0))
+    share = clock.sample()
+    assert share == clock.gpu_utilization == clock.times("train").gpu_utilization
     if share is not None:
-        assert 0 <= share <= 1 and found.latest == mean_share(found.samples) == share
+        assert 0 <= share <= 1
     else:
         with pytest.raises(Exception, match=r"."):
             torch.cuda.utilization(0)

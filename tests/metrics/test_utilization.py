@@ -14,7 +14,7 @@ from without_ray import every_batch
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import read_records
-from raypipe.metrics.utilization import Utilization, mean_share
+from raypipe.metrics.timing import StageClock
 from raypipe.stores import digits_stores
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -27,15 +27,14 @@ def test_samples_are_shares_whose_mean_is_that_of_a_stretch(
 ) -> None:
     nvml = mock.Mock(side_effect=[40, 90, 101])
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
-    device = Utilization(CUDA)
-    assert device.latest is None and mean_share(device.samples) is None
-    assert device.sample() == 0.4
-    before = device.samples
-    assert device.sample() == 0.9 and device.sample() == device.latest == 1.0
-    assert (
-        mean_share(device.samples - before) == pytest.approx(0.95)
-        and nvml.mock_calls == [mock.call(CUDA)] * 3
-    )
+    clock = StageClock(CUDA)
+    assert clock.gpu_utilization is clock.times("train").gpu_utilization is None
+    assert clock.sample() == 0.4
+    before = clock.times("train")
+    assert clock.sample() == 0.9 and clock.sample() == clock.gpu_utilization == 1.0
+    assert (clock.times("train") - before).gpu_utilization == pytest.approx(
+        0.95
+    ) and nvml.mock_calls == [mock.call(CUDA)] * 3
 
 
 def test_a_device_that_nobody_counts_is_asked_once(
@@ -44,10 +43,10 @@ def test_a_device_that_nobody_counts_is_asked_once(
     missing = ModuleNotFoundError("pynvml does not seem to be installed")
     nvml = mock.Mock(side_effect=[missing, 40])
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
-    device = Utilization(CUDA)
-    assert device.sample() is None and device.sample() is None
-    assert Utilization(CPU).sample() is None and nvml.call_count == 1
-    assert mean_share(device.samples) is None and device.latest is None
+    clock = StageClock(CUDA)
+    assert clock.sample() is None and clock.sample() is None
+    assert StageClock(CPU).sample() is None and nvml.call_count == 1
+    assert clock.gpu_utilization is clock.times("train").gpu_utilization is None
 
 
 def test_the_thread_of_the_gauges_shows_what_it_samples(
@@ -70,12 +69,12 @@ def test_records_the_diagnosis_and_the_status_have_it(
         pool=PoolConfig(engine="inline"),
     )
     one = loader(spec, run_dir=tmp_path)
-    one.metrics.interval_s, used = 0, one.metrics._utilization
+    one.metrics.interval_s, clock = 0, one.metrics.clock
     answers = itertools.cycle([40, 60])
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(answers))
-    used._is_known = True
+    clock._is_utilization_known = True
     for _ in every_batch(one):
-        used.sample()
+        clock.sample()
     records = read_records(tmp_path.as_uri())
     shares = [each["gpu_utilization"] for each in records if each["kind"] == "train"]
     assert len(shares) > 3 and all(0.4 <= share <= 0.6 for share in shares)

@@ -60,17 +60,18 @@ class ForeignShards(Shards):
             listings = _with_classes_of_lsun(shards, listings)
         self._listings = listings
         self.classes: tuple[str, ...] | None = None
-        self._classes_of: list[pa.Array] = []
-        label_type = first.label_type
         labels = [listing.labels for listing in listings if listing.labels is not None]
+        label_type = first.label_type
         if labels and isinstance(labels[0], pa.DictionaryArray):
             label_type = "int64"
             names = [named.dictionary for named in labels]
             every = pc.unique(pa.chunked_array(names)).sort()
             self.classes = tuple(every.to_pylist())
-            self._classes_of = [
-                pc.index_in(each, every).cast(pa.int64()) for each in names
-            ]
+            classes_of = (pc.index_in(each, every).cast(pa.int64()) for each in names)
+            self._classes_of = [classes.to_numpy() for classes in classes_of]
+            labels = [named.indices for named in labels]
+        # views of what the node keeps
+        self._labels = [numbers.to_numpy() for numbers in labels]
         fields = {"image": pa.binary()}
         if label_type not in ("", "string"):
             fields["label"] = _arrow_type(label_type)
@@ -93,11 +94,11 @@ class ForeignShards(Shards):
         shard = self.shards[number]
         listing = self._listings[number]
         found: dict[str, Any] = {}
-        if "label" in columns and listing.labels is not None:
-            labels = listing.labels.take(pa.array(rows))
-            if self.classes:
-                labels = self._classes_of[number].take(labels.indices)
-            found["label"] = labels
+        if "label" in columns and self._labels:
+            labels = self._labels[number][rows]
+            found["label"] = (
+                self._classes_of[number][labels] if self.classes else labels
+            )
         names = [name for name in columns if name not in found]
         if not names:
             return found

@@ -1,8 +1,8 @@
 """Filters: the samples of a store for which an expression is true, such as `width >= 256 and label != 3`.
 
 The expression is a subset of Python: comparisons, `and`, `or`, `not`, `in`, arithmetic, names of columns, numbers,
-texts, True, False and None. It never runs as Python: it becomes calls of pyarrow.compute over columns, with
-numbers as int64 or float64. (A pyarrow expression would compare in the smallest type that fits a constant,
+texts, True, False and None. It never runs as Python: its syntax tree is evaluated by pyarrow.compute over columns,
+with numbers as int64 or float64. (A pyarrow expression would compare in the smallest type that fits a constant,
 whatever the column's type, and recurse once per term.) If a sample has no value, neither a comparison nor its
 opposite is true, except with None; a quotient by zero has no value.
 """
@@ -26,18 +26,6 @@ from raypipe.stores.base import Columns, Store
 from raypipe.stores.nested import field_at, path_in
 from raypipe.stores.scan import scan
 
-Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
-"""Function of columns, by name, that returns the value of an expression for each sample, or one for all."""
-
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: pc.equal,
-    ast.NotEq: pc.not_equal,
-    ast.Lt: pc.less,
-    ast.LtE: pc.less_equal,
-    ast.Gt: pc.greater,
-    ast.GtE: pc.greater_equal,
-}
-
 
 def _quotient(left: Any, right: Any) -> Any:
     no_value = pc.if_else(
@@ -52,34 +40,55 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: pc.multiply_checked,
     ast.Div: _quotient,
 }
+
+
+def _equal(left: Any, right: Any) -> Any:
+    if isinstance(right, pa.NullScalar):
+        return pc.is_null(left)
+    return (
+        pc.is_null(right) if isinstance(left, pa.NullScalar) else pc.equal(left, right)
+    )
+
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: _equal,
+    ast.NotEq: lambda left, right: pc.invert(_equal(left, right)),
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+}
+_LISTS = (ast.List, ast.Tuple, ast.Set)
+_NODES = (ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Constant, *_LISTS)
 _ALLOWED = "comparisons, and, or, not, in, + - * /, names of columns, numbers, texts, True, False and None"
-_NESTED = "nested too deeply"
+_SETTING = "store.filter"
 
 
-def matching(
-    store: Store, expression: str, setting: str = "store.filter"
-) -> np.ndarray:
+def matching(store: Store, expression: str) -> np.ndarray:
     """Return whether an expression is true, for each sample: bool (N,).
-
-    Args:
-        setting: the expression's setting, for errors.
 
     Raises:
         ConfigError: the expression is invalid, true for no sample, or names a missing column or one of a wrong
             type.
     """
-    compiled, names = parse(expression, setting)
+    text = f"{_SETTING} {shown(expression)}"
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+        names = tuple(dict.fromkeys(_names_in(tree)))
+        if not names:
+            raise ConfigError("it names no column")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _invalid(text, error) from None
     parts = list[np.ndarray]()
-    text = f"{setting} {shown(expression)}"
     present = store.schema.names
     paths = {name: path_in(present, name) or (name,) for name in names}
     stored = tuple(dict.fromkeys(path[0] for path in paths.values()))
-    for columns in scan(store, stored, setting):
+    for columns in scan(store, stored, _SETTING):
         try:
             arrays = {name: _values(columns, *path) for name, path in paths.items()}
-            parts.append(_evaluated(compiled, arrays))
-        except RecursionError:
-            raise ConfigError(f"{text}: {_NESTED}") from None
+            parts.append(_evaluated(tree, arrays))
+        except (ConfigError, RecursionError) as error:
+            raise _invalid(text, error) from None
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{text} cannot be evaluated on {store.address}: {error}"
@@ -90,6 +99,13 @@ def matching(
             f"{text} is true for none of the {len(store)} samples of {store.address}"
         )
     return keep
+
+
+def _invalid(text: str, error: BaseException) -> ConfigError:
+    reason = error.msg if isinstance(error, SyntaxError) else str(error)
+    if isinstance(error, RecursionError | MemoryError):
+        reason = "nested too deeply"
+    return ConfigError(f"{text}: {reason}; it may contain {_ALLOWED}")
 
 
 def _values(columns: Columns, column: str, *path: str) -> pa.Array:
@@ -126,67 +142,59 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return array
 
 
-def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
-    """Return the expression as a function of columns, and the columns that it names.
-
-    Raises:
-        ConfigError: the expression is invalid, or names no column.
-    """
-    try:
-        tree = ast.parse(expression.strip(), mode="eval").body
-        names = tuple(dict.fromkeys(_names_in(tree)))
-        if not names:
-            raise ConfigError("it names no column")
-        return _compiled(tree), names
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        if isinstance(error, RecursionError | MemoryError):
-            reason = _NESTED
-        raise ConfigError(
-            f"{setting} {shown(expression)}: {reason}; it may contain {_ALLOWED}"
-        ) from None
-
-
-def _names_in(node: ast.AST) -> list[str]:
+def _names_in(node: ast.expr) -> list[str]:
     """Return the columns that an expression names, and fields in them, such as json.caption."""
     if isinstance(node, ast.Name | ast.Attribute):
         return [ast.unparse(node)]
-    return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]
+    if not isinstance(node, _NODES):
+        raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
+    names = list[str]()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            names += _names_in(child)
+    return names
 
 
-def _compiled(node: ast.expr) -> Compiled:
+def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Scalar:
+    """Return the value of an expression for each sample, or one for all."""
+
+    def value(of: ast.expr) -> Any:
+        return _value(of, columns)
+
     match node:
-        case ast.Name() | ast.Attribute():
-            name = ast.unparse(node)
-            return lambda columns: columns[name]
+        case ast.Name(id=name):
+            return columns[name]
+        case ast.Attribute():
+            return columns[ast.unparse(node)]
         case ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
-            constant = pa.scalar(_constant(node))
-            return lambda columns: constant
+            return _constant(node)
         case ast.BoolOp(op=op, values=values):
             join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
-            return _joined(join, list(map(_compiled, values)))
+            return reduce(join, map(value, values))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return _applied(pc.invert, operand)
+            return pc.invert(value(operand))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _applied(pc.negate_checked, operand)
+            return pc.negate_checked(value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _applied(_ARITHMETIC[type(op)], left, right)
+            return _ARITHMETIC[type(op)](value(left), value(right))
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            if isinstance(op, ast.In | ast.NotIn) and isinstance(right, _LISTS):
+                found: Any = pa.scalar(False)
+                for each in map(_constant, right.elts):
+                    found = pc.or_kleene(found, _equal(value(left), each))
+                return found if isinstance(op, ast.In) else pc.invert(found)
+            if type(op) in _COMPARISONS:
+                return _COMPARISONS[type(op)](value(left), value(right))
+            text = shown(ast.unparse(node))
+            raise ConfigError(f"{text} is not allowed: `in` takes a list")
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             sides = zip([left, *comparators], ops, comparators, strict=False)
-            return _joined(pc.and_kleene, [_compared(*side) for side in sides])
+            pairs = (ast.Compare(left, [op], [right]) for left, op, right in sides)
+            return reduce(pc.and_kleene, map(value, pairs))
     raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
 
 
-def _applied(function: Callable[..., Any], *nodes: ast.expr) -> Compiled:
-    arguments = list(map(_compiled, nodes))
-    return lambda columns: function(*[argument(columns) for argument in arguments])
-
-
-def _joined(join: Callable[[Any, Any], Any], terms: list[Compiled]) -> Compiled:
-    return lambda columns: reduce(join, (term(columns) for term in terms))
-
-
-def _constant(node: ast.expr) -> bool | int | float | str | None:
+def _constant(node: ast.expr) -> pa.Scalar:
     match node:
         case ast.UnaryOp(
             op=ast.USub(), operand=ast.Constant(value=int() | float() as number)
@@ -198,32 +206,11 @@ def _constant(node: ast.expr) -> bool | int | float | str | None:
             raise ConfigError(f"{shown(ast.unparse(node))} must be a number or a text")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(f"{shown(value)} is beyond 64 bits")
-    return value
+    return pa.scalar(value)
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
-    match left, op, right:
-        case (side, ast.Eq(), ast.Constant(value=None)):
-            return _applied(pc.is_null, side)
-        case (side, ast.NotEq(), ast.Constant(value=None)):
-            return _applied(pc.is_valid, side)
-        case (ast.Constant(value=None), ast.Eq() | ast.NotEq(), _):
-            return _compared(right, op, left)
-        case _ if type(op) in _COMPARISONS:
-            return _applied(_COMPARISONS[type(op)], left, right)
-        case (_, ast.In(), ast.List(elts) | ast.Tuple(elts) | ast.Set(elts)):
-            list(map(_constant, elts))  # nothing else is allowed
-            equal = [_compared(left, ast.Eq(), value) for value in elts]
-            return _joined(pc.or_kleene, [lambda _: pa.scalar(False), *equal])
-        case (_, ast.NotIn(), _):
-            is_in = _compared(left, ast.In(), right)
-            return lambda columns: pc.invert(is_in(columns))
-    text = shown(ast.unparse(ast.Compare(left, [op], [right])))
-    raise ConfigError(f"{text} is not allowed: `in` takes a list")
-
-
-def _evaluated(compiled: Compiled, columns: dict[str, pa.Array]) -> np.ndarray:
-    kept = compiled(columns)
+def _evaluated(tree: ast.expr, columns: dict[str, pa.Array]) -> np.ndarray:
+    kept = _value(tree, columns)
     if not pa.types.is_boolean(kept.type):
         raise TypeError("its value is not true or false")
     if isinstance(kept, pa.Scalar):  # the expression has only constants

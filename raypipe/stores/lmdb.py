@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,9 @@ from raypipe.stores.addresses import (
 )
 from raypipe.stores.arrow_columns import TableColumns
 from raypipe.stores.arrow_values import is_number
-from raypipe.stores.base import (
-    Columns,
-    FileStore,
-    gathered,
-    join_fingerprints,
-    part_of,
-)
+from raypipe.stores.base import FileStore, join_fingerprints
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
-from raypipe.stores.lmdb_foreign import (
-    DATA_FILE,
-    ForeignShards,
-    open_foreign,
-)
-from raypipe.stores.lmdb_listing import Options
+from raypipe.stores.lmdb_foreign import ForeignShards, open_foreign
 from raypipe.stores.record import (
     KEY,
     METADATA_KEY,
@@ -58,6 +46,9 @@ from raypipe.stores.record import (
     arrow_column,
     schema_of,
 )
+
+DATA_FILE = "data.mdb"
+"""Name of the file in an LMDB that is a folder."""
 
 
 class LMDBStore(FileStore["_Shards | ForeignShards"]):
@@ -84,31 +75,27 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
         super().__init__(address, target_column, trust_pickles)
 
     def _open(self) -> _Shards | ForeignShards:
-        shards = self._listing
-        if shards is None:
-            shards = in_threads(_open_file, find_lmdbs(self.address))
+        found = self._listing
+        if found is None:
+            found = in_threads(_open_file, find_lmdbs(self.address))
             if is_remote(self.address):
-                self._listing = shards
-        opened = [shard for shard in shards if isinstance(shard, _Shard)]
-        foreign = [shard for shard in shards if isinstance(shard, RemoteFile)]
+                self._listing = found
+        own = [shard for shard, metadata in found if metadata]
+        foreign = [shard for shard, metadata in found if not metadata]
         target_column, trust_pickles = self._options
-        if not opened:
-            return open_foreign(foreign, Options(target_column, trust_pickles))
+        if not own:
+            return open_foreign(foreign, target_column, trust_pickles)
         if foreign:
             raise StoreError(
-                f"{foreign[0].address} is LMDB from another program, and {opened[0].path} is raypipe's: a store "
+                f"{foreign[0].path} is LMDB from another program, and {own[0].path} is raypipe's: a store "
                 "has one kind, so put them into two folders"
             )
-        return _Shards(opened, target_column)
+        return _Shards(own, [metadata for _, metadata in found], target_column)
 
     def close(self) -> None:
         super().close()
         if self._listing:
-            files: list[Any] = [
-                shard.file if isinstance(shard, _Shard) else shard
-                for shard in self._listing
-            ]
-            shared_cache().close(files)
+            shared_cache().close([shard.file for shard, _ in self._listing])
 
 
 def find_lmdbs(address: str) -> list[RemoteFile]:
@@ -117,108 +104,92 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
     Raises:
         StoreError: there is none, or a folder has LMDBs of several splits.
     """
-    if matches := folders_matching(address):
-        return [RemoteFile(join_address(folder, DATA_FILE)) for folder in matches]
+    folders = folders_matching(address)
     is_one = "*" not in split_address(address)[1] and expand(address) == [address]
     names = names_at(address) if is_one else None
     if names is not None and DATA_FILE in names:
-        return [RemoteFile(join_address(address, DATA_FILE))]
-    if (
-        names is None
-        or MANIFEST in names
-        or any(name.endswith(".lmdb") for name in names)
+        folders = [address]
+    elif names is not None and not any(
+        name == MANIFEST or name.endswith(".lmdb") for name in names
     ):
-        files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
-        return [
-            RemoteFile(join_address(file.address, DATA_FILE))
-            if not is_remote(file.address) and Path(file.address).is_dir()
-            else file
-            for file in files
-        ]
-    folders = sorted(
-        name
-        for name in folders_at(address)
-        if DATA_FILE in (names_at(join_address(address, name)) or ())
-    )
-    check_one_split(address, folders)
-    if not folders:
-        raise StoreError(
-            f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"
-        )
-    return [RemoteFile(join_address(address, name, DATA_FILE)) for name in folders]
+        inside = [join_address(address, name) for name in sorted(folders_at(address))]
+        folders = [folder for folder in inside if DATA_FILE in (names_at(folder) or ())]
+        check_one_split(address, [split_address(folder)[1] for folder in folders])
+        if not folders:
+            raise StoreError(
+                f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"
+            )
+    if folders:
+        return [RemoteFile(join_address(folder, DATA_FILE)) for folder in folders]
+    files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
+    return [
+        RemoteFile(join_address(file.address, DATA_FILE))
+        if not is_remote(file.address) and Path(file.address).is_dir()
+        else file
+        for file in files
+    ]
 
 
-@dataclass(frozen=True)
-class _Shard(Shard):
-    """A file of a store, with its JSON record."""
-
-    metadata: Metadata
-
-
-class _Shards(Shards[_Shard], TableColumns):
+class _Shards(Shards, TableColumns):
     """The shards of an open store."""
 
-    def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
-        Shards.__init__(self, shards, [shard.metadata.count for shard in shards])
+    def __init__(
+        self, shards: Sequence[Shard], metadata: Sequence[Metadata], target_column: str
+    ) -> None:
+        Shards.__init__(self, shards, [each.count for each in metadata])
         schemas = [
-            (shard.path, schema_of(shard.metadata.types, shard.metadata.classes))
-            for shard in shards
+            (shard.path, schema_of(each.types, each.classes))
+            for shard, each in zip(shards, metadata, strict=True)
         ]
         TableColumns.__init__(self, schemas, "image", target_column)
-        if target_column in ("", "label"):  # also of labels that are arrays
-            self.classes = shards[0].metadata.classes
+        self._layout = RecordLayout(metadata[0].types)
+        self.fingerprint = join_fingerprints([each.fingerprint for each in metadata])
+        if target_column in ("", "label"):
+            self.classes = metadata[0].classes  # also of labels that are arrays
+        else:  # other labels make other contents
+            self.fingerprint = join_fingerprints([self.fingerprint, target_column])
         # Only damaged records lack a number.
         self.schema = pa.schema(
             [field.with_nullable(not is_number(field.type)) for field in self.schema]
         )
-        self._layout = RecordLayout(shards[0].metadata.types)
-        self.fingerprint = join_fingerprints(
-            [shard.metadata.fingerprint for shard in shards]
-        )
-        if target_column not in ("", "label"):  # other labels make other contents
-            self.fingerprint = join_fingerprints([self.fingerprint, target_column])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        return gathered(indices, self.offsets, self.schema, columns, self._read)
 
     def _read(
-        self, number: int, keys: np.ndarray, columns: Sequence[str]
+        self, number: int, rows: np.ndarray, columns: Sequence[str]
     ) -> dict[str, Any]:
-        """Read a file's samples; those that are missing or damaged have no values."""
+        """Read all records at once; or one by one, if some are missing or damaged, or there is no extension."""
         shard = self.shards[number]
         file = shard.open()
         stored = {name: self.fields[name].name for name in columns}
         wanted = set(stored.values())
-        fixed, variable, done = file.records(keys, self._layout.native(wanted))
-        values = self._layout.columns(fixed, variable, wanted)
-        is_missing = ~done
         with errors_as(StoreError, f"{shard.path} cannot be read"):
-            for number in np.flatnonzero(~done).tolist():
-                record = None
-                # a damaged place in the file is one bad sample
-                with contextlib.suppress(StoreError):
-                    record = file.get(KEY.pack(int(keys[number])))
-                row = self._layout.unpack(record, wanted) if record is not None else {}
-                is_missing[number] = not row
-                for name, value in row.items():
-                    values[name][number] = value
-        are_numbers = not is_missing.any()
+            records = file.records(rows, self._layout.native(wanted))
+            if records is not None and records[-1].all():
+                values = self._layout.columns(*records[:-1], wanted)
+            else:
+                read = [self._record(file, row, wanted) for row in rows.tolist()]
+                values = {name: [row.get(name) for row in read] for name in wanted}
         found = dict[str, Any]()
         for name, column in stored.items():
             found[name] = values[column]
-            is_done = are_numbers and isinstance(found[name], np.ndarray)
-            if name != "image" and not is_done:
+            if name != "image" and not isinstance(found[name], np.ndarray):
                 kind = self._layout.types[column]
-                found[name] = arrow_column(kind, found[name], is_missing)
+                found[name] = arrow_column(kind, found[name])
         return found
 
-    def sample_name(self, index: int) -> str:
-        number, within = part_of(self.offsets, index)
-        return f"{self.shards[number].path}, key {within}"
+    def _record(self, file: LMDBFile, row: int, wanted: set[str]) -> dict[str, Any]:
+        # a damaged place in the file is one bad sample
+        with contextlib.suppress(StoreError):
+            record = file.get(KEY.pack(row))
+            if record is not None:
+                return self._layout.unpack(record, wanted)
+        return {}
+
+    def _key(self, number: int, row: int) -> str:
+        return str(row)
 
 
-def _shard(file: LMDBFile) -> _Shard | None:
-    """Return a file with its metadata; None if raypipe did not write it."""
+def _metadata_in(file: LMDBFile) -> Metadata | None:
+    """Return a file's metadata; None if raypipe did not write it."""
     path = file.path
     with errors_as(StoreError, f"{path} cannot be read"):
         record = file.get(METADATA_KEY)
@@ -233,17 +204,20 @@ def _shard(file: LMDBFile) -> _Shard | None:
         raise StoreError(
             f"{path} has {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
-    return _Shard(str(path), file, metadata)
+    return metadata
 
 
-def _open_file(listed: RemoteFile) -> _Shard | RemoteFile:
-    """Return a file with its metadata, or only the file if raypipe did not write it."""
-    if not is_remote(listed.address):
-        return _shard(LMDBFile(listed.address)) or listed
-    with open_object(listed.address) as (source, current):
-        file = listed.checked(current)
+def _open_file(listed: RemoteFile) -> tuple[Shard, Metadata | None]:
+    """Return a file, and its metadata if raypipe wrote it."""
+    address = listed.address
+    path = address.removesuffix(f"/{DATA_FILE}")
+    if not is_remote(address):
+        local = LMDBFile(address)
+        return Shard(path, local), _metadata_in(local)
+    with open_object(address) as (source, current):
+        shard = Shard(path, listed.checked(current))
         if why_not_compiled():
-            shard = _shard(shared_cache().get(file, LMDBFile))
+            file = shard.open()
         else:
-            shard = _shard(LMDBFile(listed.address, source))
-    return file if shard is None else replace(shard, path=listed.address, file=file)
+            file = LMDBFile(address, source)
+        return shard, _metadata_in(file)

@@ -22,12 +22,12 @@ import mmap
 import os
 import struct
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -36,8 +36,15 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.local_file import open_regular, written_facts
-from raypipe.stores.base import MAX_SAMPLE_BYTES, by_part, hash_of_facts
+from raypipe.storage.local_file import OpenFile
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    Columns,
+    by_part,
+    gathered,
+    hash_of_facts,
+    part_of,
+)
 
 _INTERFACE_VERSION = 1
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
@@ -60,7 +67,10 @@ _DAMAGE = (ValueError, lmdb.Error)
 """Errors of the readers that say what is damaged."""
 
 RecordsLayout = tuple[int, bytes]
-"""See `LMDBFile.records`."""
+"""The number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0."""
+Records = tuple[bytes, list[list[bytes | None]], np.ndarray]
+"""The fixed columns, 8 bytes each, of n records; for each requested variable column a list of n values, None for a
+missing value; and bool (n,), whether each record was read."""
 
 
 @functools.cache
@@ -111,27 +121,6 @@ class _Meta(NamedTuple):
     transaction: int
 
 
-class _Reader:
-    """Reads a tree, here one without entries; raises one of `_DAMAGE`, or OSError if the file cannot be read."""
-
-    def get(self, key: bytes) -> bytes | None:
-        return None
-
-    def entries(self) -> Iterator[Entries]:
-        yield from ()
-
-    def records(
-        self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        num_fixed, are_requested = layout
-        missing: list[bytes | None] = [None] * len(keys)
-        variable = [missing for is_requested in are_requested if is_requested]
-        return bytes(8 * num_fixed * len(keys)), variable, np.zeros(len(keys), bool)
-
-
-S = TypeVar("S", bound="Shard")
-
-
 class LMDBFile:
     """An LMDB file, open for reading; it closes with the object.
 
@@ -153,14 +142,12 @@ class LMDBFile:
     def __init__(self, path: Path | str, source: pa.NativeFile | None = None) -> None:
         self.path = path
         try:
-            file = None
+            file: OpenFile | None = None
             if source is None:
-                file = open_regular(path)
-                weakref.finalize(self, os.close, file)
-                status = os.fstat(file)
-                self.num_bytes = status.st_size
-                self.written = written_facts(status)
-                self._pread = partial(os.pread, file)
+                file = OpenFile(path)
+                self.written = file.written
+                self.num_bytes = self.written[0]
+                self._pread = file.pread
             else:
                 self.num_bytes = source.size()
                 self._pread = source.read_at
@@ -183,19 +170,10 @@ class LMDBFile:
             raise self._damaged(f" at key {key!r}", error) from None
         return None if value is None else memoryview(value)
 
-    def records(
-        self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        """Read many of raypipe's own records in one call of the extension, which skips damaged ones.
+    def records(self, keys: np.ndarray, layout: RecordsLayout) -> Records | None:
+        """Read many of raypipe's own records, by keys of int64 (n,), in one call, which skips damaged ones.
 
-        Args:
-            keys: int64 (n,).
-            layout: the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0.
-
-        Returns:
-            The fixed columns, 8 bytes each, of n records; for each requested variable column a list of n values,
-            None for a missing value; and bool (n,), whether each record was read. Callers use `get` for the
-            others: all of them, if there is no extension.
+        None without the extension: callers use `get`, as they do if a record was not read.
         """
         return self._reader.records(keys, layout)
 
@@ -234,18 +212,18 @@ class LMDBFile:
             f"{self.path} is damaged{where}: {error}; copy or convert it again"
         )
 
-    def _open(self, meta: _Meta, file: int | None) -> _Reader:
+    def _open(self, meta: _Meta, file: OpenFile | None) -> _Compiled | _Library:
         compiled = extension()
-        if not meta.depth:
-            return _Reader()
         if compiled is not None:
-            return _Compiled(compiled, meta, file, self._pread, self.num_bytes)
+            source = (-1, self._pread) if file is None else (file.descriptor, None)
+            tree = meta.page_bytes, meta.root, meta.depth, meta.last_page
+            return _Compiled(compiled, *source, self.num_bytes, *tree)
         assert file is not None, "only the extension reads a file by ranges"
         # The last page need not be full: behind the file's end, zeros are mapped.
         num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_mapped < self.declared_bytes:
             raise self.truncated()
-        return _Library(self.path, file)
+        return _library(file)
 
     def _read_header(self) -> _Meta:
         """Return the newer of the two meta pages."""
@@ -282,21 +260,12 @@ class LMDBFile:
         return meta
 
 
-class _Compiled(_Reader):
-    """A tree that the extension reads."""
+class _Compiled:
+    """Reads a tree by the extension; raises one of `_DAMAGE`, or OSError if the file cannot be read."""
 
-    def __init__(
-        self,
-        compiled: ModuleType,
-        meta: _Meta,
-        file: int | None,
-        pread: object,
-        num_bytes: int,
-    ) -> None:
+    def __init__(self, compiled: ModuleType, *opened: object) -> None:
         self._compiled = compiled
-        source = (-1, pread) if file is None else (file, None)
-        tree = meta.page_bytes, meta.root, meta.depth, meta.last_page
-        self._tree = compiled.open(*source, num_bytes, *tree)
+        self._tree = compiled.open(*opened)
 
     def get(self, key: bytes) -> bytes | None:
         return self._compiled.get(self._tree, key)
@@ -315,20 +284,19 @@ class _Compiled(_Reader):
             yield Entries(keys, value_sizes.astype(np.int64))
             last = keys[-1].as_py()
 
-    def records(
-        self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        fixed, columns, done = self._compiled.records(
-            self._tree, np.ascontiguousarray(keys, np.int64), *layout
-        )
+    def records(self, keys: np.ndarray, layout: RecordsLayout) -> Records:
+        keys = np.ascontiguousarray(keys, np.int64)
+        fixed, columns, done = self._compiled.records(self._tree, keys, *layout)
         return fixed, columns, np.frombuffer(done, bool)
 
 
-class _Library(_Reader):
-    """A tree that the lmdb library reads."""
+class _Library:
+    """Reads a tree by the lmdb library, and raises as `_Compiled` does."""
 
-    def __init__(self, path: Path | str, file: int) -> None:
-        self._environment = _environment(path, file)
+    def __init__(self, path: str) -> None:
+        self._environment = lmdb.open(
+            path, subdir=False, readonly=True, lock=False, readahead=False
+        )
 
     def get(self, key: bytes) -> bytes | None:
         with self._environment.begin(buffers=True) as transaction:
@@ -348,24 +316,24 @@ class _Library(_Reader):
                 keys, value_sizes = zip(*entries, strict=True)
                 yield Entries(pa.array(keys, pa.large_binary()), np.array(value_sizes))
 
+    def records(self, keys: np.ndarray, layout: RecordsLayout) -> None:
+        return None
+
 
 # By device and inode: the library refuses to open a file that is open in the process.
-_environments: weakref.WeakValueDictionary[tuple[int, int], lmdb.Environment] = (
+_libraries: weakref.WeakValueDictionary[tuple[int, int], _Library] = (
     weakref.WeakValueDictionary()
 )
 
 
-def _environment(path: Path | str, file: int) -> lmdb.Environment:
+def _library(file: OpenFile) -> _Library:
     """Return the library's view of a file, which all who read it in this process share."""
-    status = os.fstat(file)
+    status = os.fstat(file.descriptor)
     inode = status.st_dev, status.st_ino
-    environment = _environments.get(inode)
-    if environment is None:
-        environment = lmdb.open(
-            str(path), subdir=False, readonly=True, lock=False, readahead=False
-        )
-        _environments[inode] = environment
-    return environment
+    library = _libraries.get(inode)
+    if library is None:
+        library = _libraries[inode] = _Library(file.address)
+    return library
 
 
 @dataclass(frozen=True)
@@ -387,18 +355,36 @@ class Shard:
         return shared_cache().get(self.file, LMDBFile)
 
 
-class Shards(Generic[S]):
+class Shards(ABC):
     """The files of an open store: `offsets` has the first sample of each, and the number of samples."""
 
+    schema: pa.Schema
     groups = None
 
-    def __init__(self, shards: Sequence[S], sizes: Sequence[int]) -> None:
+    def __init__(self, shards: Sequence[Shard], sizes: Sequence[int]) -> None:
         self.shards = shards
         self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
         self.written = hash_of_facts([shard.file.written for shard in shards])
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        return gathered(indices, self.offsets, self.schema, columns, self._read)
+
+    @abstractmethod
+    def _read(
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """Read samples of a file; those that are missing or damaged have no values."""
+
+    @abstractmethod
+    def _key(self, number: int, row: int) -> str:
+        """Return the key of a sample of a file, in words."""
+
+    def sample_name(self, index: int) -> str:
+        number, row = part_of(self.offsets, index)
+        return f"{self.shards[number].path}, key {self._key(number, row)}"
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files of samples are on this node's disk."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -18,103 +17,65 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile
-from raypipe.storage.filesystem import errors_as, is_remote
-from raypipe.storage.local_cache import shared_cache
-from raypipe.stores.base import (
-    Columns,
-    as_text,
-    gathered,
-    hash_of_facts,
-    join_fingerprints,
-    missing,
-    part_of,
-)
-from raypipe.stores.class_folders import BY_FOLDER
+from raypipe.storage.filesystem import errors_as
+from raypipe.stores.base import as_text, hash_of_facts, join_fingerprints, missing
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards
-from raypipe.stores.lmdb_listing import Listing, Options, listing_of
+from raypipe.stores.lmdb_listing import Listing, listing_of
 from raypipe.stores.lmdb_values import ValueLayout
 from raypipe.stores.record import arrow_type
 
-DATA_FILE = "data.mdb"
-"""Name of the file in an LMDB that is a folder."""
-
-_LIST_SUFFIXES = (".txt", ".csv", ".tsv")
-_LIST_INSIDE = "labels.txt"
 _NO_LABEL = (pa.ArrowException, OverflowError)  # values of another type raise these
 CLASS_OF_LSUN = re.compile(r"(?P<name>.+)_(?P<split>train|val|test)_lmdb")
 """Name of an LMDB of LSUN, which has one for each class."""
 
 
-@dataclass(frozen=True)
-class _Shard(Shard):
-    """An LMDB, a file or a folder, with its samples."""
-
-    listing: Listing
-
-
-def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards:
-    """Open files that another program wrote.
+def open_foreign(
+    shards: Sequence[Shard], target_column: str, trust_pickles: bool
+) -> ForeignShards:
+    """Open files that another program wrote; the options are those of `LMDBStore`.
 
     Raises:
         StoreError: a file is damaged, its layout is unknown, or the files do not belong together.
     """
-    return ForeignShards(
-        [_open(file, options) for file in files], options.target_column
-    )
+    listings = [listing_of(shard, target_column, trust_pickles) for shard in shards]
+    return ForeignShards(shards, listings, target_column)
 
 
-def _open(listed: RemoteFile, options: Options) -> _Shard:
-    address = listed.address
-    where = address.removesuffix(f"/{DATA_FILE}")
-    options = replace(options, list_file=_list_of(where, options.target_column))
-    if is_remote(address):
-        file: LMDBFile = shared_cache().get(listed, LMDBFile)
-        return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
-    file = LMDBFile(address)
-    return _Shard(where, file, listing_of(file, where, file.written, options))
-
-
-def _list_of(where: str, target_column: str) -> str:
-    """Return the list of keys and labels that is named, or is next to a local LMDB; empty if there is none."""
-    path = Path(where)
-    if target_column in ("", BY_FOLDER):
-        return ""
-    if target_column.endswith(_LIST_SUFFIXES):
-        # an absolute path stays as it is
-        is_address = is_remote(target_column)
-        return target_column if is_address else str(path.parent / target_column)
-    if is_remote(where):
-        return ""
-    if path.suffix in (".lmdb", ".mdb"):
-        beside = path.with_suffix(".txt")
-    else:
-        beside = path.with_name(f"{path.name}.txt")
-    lists = (path / _LIST_INSIDE, beside)
-    return next((str(file) for file in lists if file.is_file()), "")
-
-
-class ForeignShards(Shards[_Shard]):
+class ForeignShards(Shards):
     """The shards of an open store."""
 
-    def __init__(self, shards: Sequence[_Shard], target_column: str) -> None:
-        super().__init__(shards, [len(shard.listing.keys) for shard in shards])
-        first = shards[0].listing
-        for shard in shards[1:]:
-            listing = shard.listing
+    def __init__(
+        self, shards: Sequence[Shard], listings: Sequence[Listing], target_column: str
+    ) -> None:
+        super().__init__(shards, [len(listing.keys) for listing in listings])
+        first = listings[0]
+        for shard, listing in zip(shards, listings, strict=True):
             if (listing.layout, listing.label_type) != (first.layout, first.label_type):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ: {listing.layout} with labels of type "
                     f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
-        self._labels, self.classes = _labels_of(shards)
-        label_type = "int64" if self._labels is not None else first.label_type
-        self._is_scene_text = first.layout == "scene-text"
+        if (first.layout, first.label_type) == ("image", ""):
+            listings = _with_classes_of_lsun(shards, listings)
+        self._listings = listings
+        self.classes: tuple[str, ...] | None = None
+        labels = [listing.labels for listing in listings if listing.labels is not None]
+        label_type = first.label_type
+        if labels and isinstance(labels[0], pa.DictionaryArray):
+            label_type = "int64"
+            names = [named.dictionary for named in labels]
+            every = pc.unique(pa.chunked_array(names)).sort()
+            self.classes = tuple(every.to_pylist())
+            classes_of = (pc.index_in(each, every).cast(pa.int64()) for each in names)
+            self._classes_of = [classes.to_numpy() for classes in classes_of]
+            labels = [named.indices for named in labels]
+        # views of what the node keeps
+        self._labels = [numbers.to_numpy() for numbers in labels]
         fields = {"image": pa.binary()}
         if label_type not in ("", "string"):
             fields["label"] = _arrow_type(label_type)
-        if self._is_scene_text or label_type == "string":
+        if first.layout == "scene-text" or label_type == "string":
             fields["text"] = pa.string()
         fields["key"] = pa.string()
         self.schema = pa.schema(fields)
@@ -124,106 +85,83 @@ class ForeignShards(Shards[_Shard]):
             )
         facts = [hash_of_facts(self.classes)] if self.classes else []
         self.fingerprint = join_fingerprints(
-            [*(shard.listing.fingerprint for shard in shards), *facts]
+            [*(listing.fingerprint for listing in listings), *facts]
         )
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        return gathered(indices, self.offsets, self.schema, columns, self._read)
-
     def _read(
-        self, number: int, rows: np.ndarray, columns: Collection[str]
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
     ) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if "label" in columns and self._labels is not None:
-            values["label"] = self._labels[rows + self.offsets[number]]
-        by_value = set(columns) - values.keys()
-        if by_value:
-            values |= self._values(self.shards[number], rows, by_value)
-        return values
-
-    def _values(
-        self, shard: _Shard, rows: np.ndarray, columns: Collection[str]
-    ) -> dict[str, Any]:
-        """Return the values of columns that are in a file, or are its keys."""
-        keys = shard.listing.keys.take(pa.array(rows)).to_pylist()
-        values: dict[str, Any] = {name: [None] * len(rows) for name in columns}
+        shard = self.shards[number]
+        listing = self._listings[number]
+        found: dict[str, Any] = {}
+        if "label" in columns and self._labels:
+            labels = self._labels[number][rows]
+            found["label"] = (
+                self._classes_of[number][labels] if self.classes else labels
+            )
+        names = [name for name in columns if name not in found]
+        if not names:
+            return found
         file = shard.open()
-        layout = shard.listing.value
-        value = None if layout is None else ValueLayout(*layout)
         with errors_as(StoreError, f"{shard.path} cannot be read"):
-            for row, key in enumerate(keys):
-                # a damaged value, or place in the file, is a bad sample
-                with contextlib.suppress(StoreError, ValueError):
-                    sample = self._sample(file, value, key, columns)
-                    for name in columns:
-                        values[name][row] = sample.get(name)
-        for name in columns:
+            samples = [
+                _sample(file, listing, key, names)
+                for key in listing.keys.take(pa.array(rows)).to_pylist()
+            ]
+        for name in names:
+            values = [sample.get(name) for sample in samples]
             if name != "image":
-                values[name] = _as_arrow(self.schema.field(name).type, values[name])
-        return values
-
-    def _sample(
-        self,
-        file: LMDBFile,
-        value: ValueLayout | None,
-        key: bytes,
-        columns: Collection[str],
-    ) -> dict[str, Any]:
-        """Return columns of a sample; none if keys around it are damaged."""
-        sample: dict[str, Any] = {"key": as_text(key)}
-        if columns == {"key"}:
-            return sample
-        content = file.get(key)
-        if content is None:
-            return {}
-        sample["image"] = content
-        if value is not None:
-            sample["image"], label = value.read(content)
-            sample["text" if isinstance(label, str) else "label"] = label
-        if self._is_scene_text and "text" in columns:
-            text = file.get(b"label-" + key.removeprefix(b"image-"))
-            sample["text"] = None if text is None else as_text(bytes(text))
-        return sample
+                values = _as_arrow(self.schema.field(name).type, values)
+            found[name] = values
+        return found
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys of samples."""
         return self.read(indices, ("key",))["key"]
 
-    def sample_name(self, index: int) -> str:
-        number, within = part_of(self.offsets, index)
-        shard = self.shards[number]
-        key = shard.listing.keys[within].as_py()
-        return f"{shard.path}, key {key.decode(errors='backslashreplace')}"
+    def _key(self, number: int, row: int) -> str:
+        key = self._listings[number].keys[row].as_py()
+        return key.decode(errors="backslashreplace")
 
 
-def _labels_of(
-    shards: Sequence[_Shard],
-) -> tuple[np.ndarray | None, tuple[str, ...] | None]:
-    """Return the labels that are known without reading values, (N,), and the names of classes."""
-    listings = [shard.listing for shard in shards]
-    labels = [listing.labels for listing in listings if listing.labels is not None]
-    if not any(listing.label_type for listing in listings):
-        names = [
-            CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
-        ]
-        classes_of_lsun = {name["name"] for name in names if name is not None}
-        if len(classes_of_lsun) == len(shards) > 1 and listings[0].layout == "image":
-            labels = [
-                pa.array([name["name"]] * len(listing.keys)).dictionary_encode()
-                for name, listing in zip(names, listings, strict=True)
-                if name is not None
-            ]
-    if not labels:
-        return None, None
-    known = labels[0]
-    if len(labels) > 1:  # a mapped file stays one
-        known = pa.chunked_array(labels).unify_dictionaries().combine_chunks()
-    if not isinstance(known, pa.DictionaryArray):
-        return known.to_numpy(), None
-    classes = sorted(known.dictionary.to_pylist())
-    numbers = pc.index_in(known.dictionary, pa.array(classes))
-    labels_of_all = numbers.take(known.indices).cast(pa.int64())
-    return labels_of_all.to_numpy(), tuple(classes)
+def _sample(
+    file: LMDBFile, listing: Listing, key: bytes, columns: Sequence[str]
+) -> dict[str, Any]:
+    """Return columns of a sample; none if its value, or its place in the file, is damaged."""
+    sample: dict[str, Any] = {"key": as_text(key)}
+    if columns == ["key"]:
+        return sample
+    with contextlib.suppress(StoreError, ValueError):
+        content = file.get(key)
+        if content is None:
+            return {}
+        sample["image"] = content
+        if listing.value is not None:
+            sample["image"], label = ValueLayout(*listing.value).read(content)
+            sample["text" if isinstance(label, str) else "label"] = label
+        elif listing.layout == "scene-text" and "text" in columns:
+            text = file.get(b"label-" + key.removeprefix(b"image-"))
+            sample["text"] = None if text is None else as_text(bytes(text))
+        return sample
+    return {}
+
+
+def _with_classes_of_lsun(
+    shards: Sequence[Shard], listings: Sequence[Listing]
+) -> Sequence[Listing]:
+    """Return the listings with the classes that their files' names are, if each has one of its own."""
+    matches = [
+        CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
+    ]
+    names = [match["name"] for match in matches if match]
+    if len(shards) == 1 or len(set(names)) < len(shards):
+        return listings
+    return [
+        listing._replace(
+            labels=pa.array([name] * len(listing.keys)).dictionary_encode()
+        )
+        for listing, name in zip(listings, names, strict=True)
+    ]
 
 
 def _arrow_type(label_type: str) -> pa.DataType:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,30 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
-from raypipe.stores.class_folders import refuse_splits
+from raypipe.storage.filesystem import is_remote
+from raypipe.stores.class_folders import BY_FOLDER, refuse_splits
 from raypipe.stores.splits import splits_in
 
+_LIST_SUFFIXES = (".txt", ".csv", ".tsv")
+_LIST_INSIDE = "labels.txt"
 _MAX_LIST_BYTES = 1 << 30  # a list of ten million keys of 100 bytes
 _NAME = r"(^|/)[^/]*$"  # the last part of a key
+
+
+def find_list(where: str, target_column: str) -> str:
+    """Return the list of keys and labels that is named, or is next to a local LMDB; empty if there is none."""
+    path = Path(where)
+    if target_column in ("", BY_FOLDER):
+        return ""
+    if target_column.endswith(_LIST_SUFFIXES):
+        if is_remote(target_column):
+            return target_column
+        return str(path.parent / target_column)  # an absolute path stays as it is
+    if is_remote(where):
+        return ""
+    stem = path.stem if path.suffix in (".lmdb", ".mdb") else path.name
+    lists = path / _LIST_INSIDE, path.with_name(f"{stem}.txt")
+    return next((str(file) for file in lists if file.is_file()), "")
 
 
 def rows_of(keys: pa.LargeBinaryArray, wanted: Sequence[bytes]) -> np.ndarray:

@@ -13,10 +13,10 @@ pickle, msgpack   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be rea
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +25,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
+from raypipe.storage.local_file import written_facts
 from raypipe.storage.retries import report_progress
+from raypipe.stores.class_folders import BY_FOLDER
 from raypipe.stores.kept import kept, path_of
-from raypipe.stores.lmdb_file import LMDBFile
+from raypipe.stores.lmdb_file import LMDBFile, Shard
 from raypipe.stores.lmdb_labels import (
+    find_list,
     labels_of_folders,
     labels_of_list,
     rows_of,
 )
 from raypipe.stores.lmdb_values import (
+    READERS,
     ValueLayout,
     find_layout,
     keys_in,
@@ -61,33 +65,18 @@ _NUMBER = "^[0-9]{1,18}$"
 _VERSION = 8  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
+_NUM_TEXTS = b"num-samples"
 _NUM_TRIED = 16  # values that decide the layout
 _NUM_HASHED = 64  # values in the fingerprint
 _LARGE = 1_000_000  # entries: listing them takes a second
 # entries: listing them takes a hundredth of a second, so it is not kept
 _SMALL = 20_000
-_TYPES = {int: "int64", bool: "int64", float: "float64", list: "array", str: "string"}
 
 _UNTRUSTED = (
     "has pickled values, and a pickle can be a program. raypipe reads only bytes, text, numbers, tuples, lists "
     "and dicts from them, and only on your word: set store.trust_pickles to true (--store.trust-pickles true, or "
     "trust_pickles=True in Python) if you trust whoever wrote the file"
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings that a listing depends on.
-
-    Attributes:
-        target_column: see `raypipe.stores.lmdb.LMDBStore`.
-        trust_pickles: whether pickled values may be opened.
-        list_file: list of keys with labels; "" = none.
-    """
-
-    target_column: str = "label"
-    trust_pickles: bool = False
-    list_file: str = ""
 
 
 class Listing(NamedTuple):
@@ -111,49 +100,49 @@ class Listing(NamedTuple):
     fingerprint: str
 
 
-def listing_of(
-    file: LMDBFile, where: str, version: Sequence[Any], options: Options
-) -> Listing:
-    """Return a file's listing: from the node's cache, or made now.
-
-    Args:
-        file: the open file.
-        where: its address, for errors.
-        version: facts that change when the file does.
+def listing_of(shard: Shard, target_column: str, trust_pickles: bool) -> Listing:
+    """Return a file's listing: from the node's cache, or made now; the options are those of `LMDBStore`.
 
     Raises:
         StoreError: the file is damaged, or its layout is unknown.
     """
-    facts = [where, *version, *astuple(options), _VERSION]
-    if options.list_file:
+    file = shard.open()
+    list_file = find_list(shard.path, target_column)
+    options = target_column, trust_pickles, list_file
+    facts = [shard.path, *shard.file.written, *options, _VERSION]
+    if list_file:
         with contextlib.suppress(OSError):  # a remote list has no time of change here
-            status = Path(options.list_file).stat()
-            facts += [status.st_size, status.st_mtime_ns]
+            facts += written_facts(Path(list_file).stat())
     path = None if file.num_entries < _SMALL else path_of("lmdb", *facts)
-    return kept(path, Listing, lambda: _list(file, where, options))
+    return kept(path, Listing, lambda: _list(file, shard.path, *options))
 
 
 # From the file
 
 
-def _list(file: LMDBFile, where: str, options: Options) -> Listing:
-    is_text = _is_scene_text(file)
+def _list(
+    file: LMDBFile, where: str, target_column: str, trust_pickles: bool, list_file: str
+) -> Listing:
+    is_text = file.get(_FIRST_PICTURE) is not None and (
+        file.get(_FIRST_TEXT) is not None or file.get(_NUM_TEXTS) is not None
+    )
     keys, value_sizes = _walk(file, where, is_text)
     samples = list(_some(file, keys, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, samples)
-    if layout == "pickle" and not options.trust_pickles:
+    if layout == "pickle" and not trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
     order = _order_of(file, where, layout, keys)
     keys = keys.take(pa.array(order))
     value = labels = None
-    if layout in ("image", "scene-text"):
-        labels = _labels_of_keys(where, layout, keys, options)
-        if labels is None:
-            label_type = ""
-        else:
-            label_type = "int64" if pa.types.is_integer(labels.type) else "class"
-    else:
-        value, label_type = _value_layout(where, layout, samples, options.target_column)
+    label_type = ""
+    if layout in READERS:
+        value, label_type = _value_layout(where, layout, samples, target_column)
+    elif list_file:
+        labels = labels_of_list(where, list_file, keys)
+    elif layout == "image" and target_column in ("label", BY_FOLDER):
+        labels = labels_of_folders(where, keys, target_column == BY_FOLDER)
+    if labels is not None:
+        label_type = "int64" if pa.types.is_integer(labels.type) else "class"
     fingerprint = Fingerprint({"layout": repr((layout, value, label_type))}, None)
     for fact in _facts(keys, value_sizes[order], labels):
         fingerprint.add(fact)
@@ -162,25 +151,16 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     return Listing(layout, keys, labels, value, label_type, fingerprint.hexdigest())
 
 
-def _is_scene_text(file: LMDBFile) -> bool:
-    return file.get(_FIRST_PICTURE) is not None and (
-        file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
-    )
-
-
 def _order_of(
     file: LMDBFile, where: str, layout: str, keys: pa.LargeBinaryArray
 ) -> np.ndarray:
     """Return the row of each sample: by `__keys__`, by numbers that are keys, or in the order of the file."""
-    in_file = np.arange(len(keys))
-    if layout == "scene-text":
-        return in_file
-    content = None if layout == "image" else file.get(b"__keys__")
+    content = file.get(b"__keys__") if layout in READERS else None
     listed = None if content is None else keys_in(content, layout == "pickle")
     if listed is not None:
         return _listed_order(where, keys, listed)
     if not pc.all(pc.match_substring_regex(keys, _NUMBER)).as_py():
-        return in_file
+        return np.arange(len(keys))
     numbers = keys.cast(pa.large_string()).cast(pa.int64()).to_numpy()
     return np.argsort(numbers, kind="stable")
 
@@ -216,7 +196,7 @@ def _walk(
 
 def _last_picture(file: LMDBFile) -> pa.Scalar:
     """Return the key of the last picture of scene text, or one after all."""
-    number = bytes(file.get(b"num-samples") or b"")
+    number = bytes(file.get(_NUM_TEXTS) or b"")
     is_number = number.isdigit() and len(number) < 10
     last = b"image-%09d" % int(number) if is_number else b"image."
     return pa.scalar(last, pa.large_binary())
@@ -286,19 +266,21 @@ def _value_layout(
 
 def _type_of(labels: Sequence[Any]) -> str:
     """Return the type of labels that most of some have, since a few may be damaged."""
-    kinds = Counter(_TYPES[type(label)] for label in labels if label is not None)
-    if kinds["float64"]:  # among floats, a whole number may be an int
-        kinds["float64"] += kinds.pop("int64", 0)
-    if not kinds:
+    texts: list[Any] = [label for label in labels if isinstance(label, str)]
+    numbers: list[Any] = [label for label in labels if isinstance(label, int | float)]
+    lists: list[Any] = [label for label in labels if isinstance(label, list)]
+    most = max(texts, numbers, lists, key=len)
+    if not most:
         return ""
-    ((kind, _),) = kinds.most_common(1)
-    if kind != "array":
-        return kind
-    lists = [label for label in labels if isinstance(label, list)]
-    lengths = Counter(map(len, lists))
-    has_floats = any(isinstance(number, float) for label in lists for number in label)
-    dtype = "float64" if has_floats else "int64"
-    return f"{dtype}[{'' if len(lengths) > 1 else len(lists[0])}]"
+    if most is texts:
+        return "string"
+    flat = numbers if most is numbers else itertools.chain(*lists)
+    # among floats, a whole number may be an int
+    dtype = "float64" if any(isinstance(number, float) for number in flat) else "int64"
+    if most is numbers:
+        return dtype
+    lengths = set(map(len, lists))
+    return f"{dtype}[{lengths.pop() if len(lengths) == 1 else ''}]"
 
 
 def _listed_order(
@@ -319,14 +301,3 @@ def _listed_order(
             len(keys),
         )
     return order
-
-
-def _labels_of_keys(
-    where: str, layout: str, keys: pa.LargeBinaryArray, options: Options
-) -> pa.Array | None:
-    """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
-    if options.list_file:
-        return labels_of_list(where, options.list_file, keys)
-    if layout == "image" and options.target_column in ("label", "folder"):
-        return labels_of_folders(where, keys, options.target_column == "folder")
-    return None

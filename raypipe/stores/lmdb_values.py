@@ -14,7 +14,7 @@ import io
 import json
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,15 +35,13 @@ _MAGICS = (
     b"MM\0+",
     NPY,
 )
-# the second byte; Python 2's have protocol 2
-_PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]
+# with the protocol; Python 2's have 2
+_PICKLE_STARTS = [bytes([0x80, protocol]) for protocol in range(2, 6)]
 # Operations of pickles that take few bytes and make an object.
 _CONTAINERS = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "TUPLE"}
 _CONTAINERS |= {"TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
 _CONTAINER_BYTES = 64
 _PLACE_BYTES = 16  # a place in a pickle's memory takes so many at most
-# First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
-_MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 # Names in dicts, in the order of preference.
 _LABELS = (
     "label",
@@ -65,18 +63,15 @@ def value_kind(value: bytes | bytearray | memoryview) -> str:
     """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for others."""
     if is_image(value):
         return "image"
-    start = bytes(value[:20])
-    if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
+    if bytes(value[:2]) in _PICKLE_STARTS:
         return "pickle"
-    if not start or start[0] not in _MSGPACK_STARTS:
-        return ""
     try:
-        _from_msgpack(memoryview(value))
+        read = _from_msgpack(memoryview(value))
     except ValueError:
         return ""
-    except StoreError:
-        return "msgpack"  # its kind is known, and it is too large
-    return "msgpack"
+    except StoreError:  # its kind is known, and it is too large
+        return "msgpack"
+    return "msgpack" if isinstance(read, list | dict | bytes) else ""
 
 
 def is_image(value: bytes | bytearray | memoryview) -> bool:
@@ -159,15 +154,14 @@ READERS: dict[str, Callable[[memoryview], Any]] = {
 
 def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
     """Return the keys in a value of `__keys__`; None if it is a pickle that must not be opened, or no list."""
-    kind = value_kind(value)
     try:
         if bytes(value[:1]) == b"[":
             keys = json.loads(bytes(value))
-        elif kind == "pickle" and not may_unpickle:
-            return None
+        elif bytes(value[:2]) in _PICKLE_STARTS:
+            keys = _from_pickle(value) if may_unpickle else None
         else:
-            keys = READERS[kind](value)
-    except (KeyError, ValueError, RecursionError, StoreError):
+            keys = _from_msgpack(value)
+    except (ValueError, RecursionError, StoreError):
         return None
     if not isinstance(keys, list | tuple) or not all(
         isinstance(key, bytes | str | int) for key in keys
@@ -192,11 +186,11 @@ class ValueLayout(NamedTuple):
     image: Part
     label: Part | None
 
-    def read(self, value: memoryview) -> tuple[bytes | memoryview | None, Any]:
+    def read(self, value: memoryview) -> tuple[bytes | None, Any]:
         """Return the encoded image, None if it is missing, and the label; raise ValueError for damage."""
         parts = _parts_of(READERS[self.kind](value))
-        label = None if self.label is None else plain_label(parts.get(self.label))
-        return encoded(parts.get(self.image)), label
+        label = None if self.label is None else _plain_label(parts.get(self.label))
+        return _encoded(parts.get(self.image)), label
 
 
 def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
@@ -212,26 +206,27 @@ def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
             f"{name}: {type(part).__name__}" for name, part in parts.items()
         )
         raise ValueError(f"it has no image ({shown:.200})")
-    image = images[0]
-    if isinstance(image, str):
+    wanted: Iterable[Part] = parts
+    if isinstance(images[0], str):
         wanted = _LABELS if target == "label" else (target,)
-        return ValueLayout(
-            kind, image, next((name for name in wanted if name in parts), None)
-        )
-    others = [name for name in parts if name not in images]
-    return ValueLayout(kind, image, others[0] if others else None)
+    labels = [name for name in wanted if name in parts and name not in images]
+    return ValueLayout(kind, images[0], labels[0] if labels else None)
 
 
 def _parts_of(value: Any) -> dict[Part, Any]:
-    """Return the parts of a value by their places, with arrays as numpy's."""
+    """Return the parts of a value by their places, with arrays as numpy's and images as bytes."""
     parts: dict[Part, Any] = {-1: value}
     if isinstance(value, list | tuple):
         parts = dict(enumerate(value))
     elif isinstance(value, Mapping) and b"nd" not in value:
         parts = {_text(name): part for name, part in value.items()}
     for name, part in parts.items():
-        if isinstance(part, Mapping) and b"nd" in part:
-            parts[name] = _array_of(part)
+        if isinstance(part, bytearray):
+            parts[name] = bytes(part)
+        elif isinstance(part, Mapping) and b"nd" in part:
+            array = _array_of(part)
+            content = array.tobytes() if array.ndim == 1 else b""
+            parts[name] = content if is_image(content) else array
     return parts
 
 
@@ -255,37 +250,30 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
-        return part.dtype == np.uint8 and (
-            part.ndim in (2, 3) or is_image(part.tobytes()[:12])
-        )
-    return isinstance(part, bytes | bytearray | memoryview) and is_image(part)
+        return part.dtype == np.uint8 and part.ndim in (2, 3)
+    return isinstance(part, bytes) and is_image(part)
 
 
-def encoded(part: Any) -> bytes | memoryview | None:
+def _encoded(part: Any) -> bytes | None:
     """Return an image as encoded bytes; uint8 pixels, RGB or gray, become PNG."""
-    if isinstance(part, bytes | memoryview) or part is None:
+    if isinstance(part, bytes) or part is None:
         return part
-    if isinstance(part, bytearray):
-        return bytes(part)
     if not isinstance(part, np.ndarray) or part.dtype != np.uint8:
         raise ValueError(f"its image is a {type(part).__name__}")
-    if part.ndim == 1:
-        return part.tobytes()
-    is_gray = part.ndim == 2 or part.shape[2:] == (1,)
-    if not part.size or not (is_gray or part.shape[2:] == (3,)):
+    if not part.size or (part.ndim != 2 and part.shape[2:] not in ((1,), (3,))):
         raise ValueError(f"its image has the shape {part.shape}")
     return stored_png(part)
 
 
-def plain_label(part: Any) -> Any:
+def _plain_label(part: Any) -> Any:
     """Return a label as int, float, str or a list of numbers; None for anything else."""
     if isinstance(part, np.ndarray):
         part = part.tolist()
-    if isinstance(part, bytes | memoryview):
-        return _text(bytes(part))
+    if isinstance(part, bytes):
+        return _text(part)
     if isinstance(part, list | tuple):
-        numbers = all(isinstance(number, int | float) for number in part)
-        return list(map(_as_number, part)) if part and numbers else None
+        are_numbers = all(isinstance(number, int | float) for number in part)
+        return list(map(_as_number, part)) if part and are_numbers else None
     return _as_number(part) if isinstance(part, int | float | str) else None
 
 

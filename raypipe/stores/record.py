@@ -80,19 +80,15 @@ def arrow_type(kind: str) -> pa.DataType:
     return getattr(pa, kind)()
 
 
-def arrow_column(
-    kind: str, values: np.ndarray | list[Any], is_missing: np.ndarray | None = None
-) -> pa.Array:
-    """Return the values of a column as Arrow.
+def arrow_column(kind: str, values: list[Any]) -> pa.Array:
+    """Return the values of a column, in which None is a missing or damaged one, as Arrow.
 
     Args:
         kind: one of `COLUMN_TYPES`, or a type of arrays.
-        values: numbers (n,); or a list of n, in which None is a missing or damaged value.
-        is_missing: bool (n,), which numbers are missing.
     """
     array = numpy_type(kind)
     if array is None:
-        return pa.array(values, arrow_type(kind), mask=is_missing)
+        return pa.array(values, arrow_type(kind))
     dtype, shape = array
     is_null = np.array([value is None for value in values], bool)
     numbers = np.zeros((len(values), *shape), dtype.newbyteorder("="))

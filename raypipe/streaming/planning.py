@@ -378,7 +378,7 @@ def _selected(
     if filter:
         from raypipe.stores.filter import matching  # this imports pyarrow.compute
 
-        keep = keep & matching(store, filter, "store.filter")
+        keep = keep & matching(store, filter)
     keep[left_out] = False
     if not keep.any():
         raise ConfigError(

@@ -1,8 +1,8 @@
 /* LMDB's file format, read by pread, page by page: the optional extension behind raypipe/stores/lmdb_file.py.
  *
  *     open(file, read_at, num_bytes, page_bytes, root, depth, last_page) -> reader
- *         Of a tree as the file's meta pages have it. `file` is a descriptor, which must stay open; or -1, and
- *         read_at(num, start) -> bytes reads in its place.
+ *         Of a tree as the file's meta pages have it; of depth 0 if it is empty. `file` is a descriptor, which must
+ *         stay open; or -1, and read_at(num, start) -> bytes reads in its place.
  *     get(reader, key) -> bytes or None
  *         The value of a key.
  *     entries(reader, after, most_pages) -> (keys, key_sizes, value_sizes)
@@ -345,6 +345,8 @@ static int find(Call *call, Reader key, Value *value)
     Reader page;
     Node node;
     *value = (Value){0};
+    if (!call->tree->depth) /* it is empty */
+        return 1;
     if (!go_down(call, steps, 0, call->tree->root, &key, &number))
         return 0;
     const int num = read_leaf(call, number, &page);
@@ -459,7 +461,7 @@ static PyObject *py_open(PyObject *self, PyObject *args)
     unsigned long long num_bytes, page_bytes, root, last_page;
     if (!PyArg_ParseTuple(args, "iOKKKiK", &file, &read_at, &num_bytes, &page_bytes, &root, &depth, &last_page))
         return NULL;
-    if (page_bytes < 512 || page_bytes > MAX_PAGE_BYTES || depth < 1 || depth > MAX_DEPTH ||
+    if (page_bytes < 512 || page_bytes > MAX_PAGE_BYTES || depth < 0 || depth > MAX_DEPTH ||
         last_page > UINT64_MAX / MAX_PAGE_BYTES - MAX_VALUE || num_bytes > INT64_MAX)
         return PyErr_Format(PyExc_ValueError, "its last page is %llu, in a file of %llu bytes", last_page, num_bytes);
     Tree *tree = calloc(1, sizeof *tree);
@@ -600,6 +602,8 @@ static int add_leaves(Call *call, const Reader *after, int most_pages, Entries *
     Reader last;
     const Reader *before = after;
     uint64_t number;
+    if (!call->tree->depth)
+        return 1;
     if (!go_down(call, steps, 0, call->tree->root, after, &number) || (after && !go_on(call, steps, &number)))
         return 0;
     for (int page = 0; number && page < most_pages; page++) {

@@ -46,7 +46,7 @@ from raypipe.stores.base import (
     part_of,
 )
 
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
 
 _MAGIC = 0xBEEFC0DE

@@ -41,7 +41,7 @@
 #include "../../kernel/csrc/bounds.h"
 
 /* Version of this interface; raypipe/stores/lmdb_file.py accepts no other. */
-#define INTERFACE_VERSION 1
+#define INTERFACE_VERSION 2
 
 #define PAGE_HEADER 16
 #define NUM_METAS 2

@@ -96,10 +96,11 @@ class Preview:
         moved = {name: fed.fields[name].numpy() for name in self._targets}
         ending = self.maker.spec.endings.get("train")
         by_cpu = ending if ending and not ending.on_device else None
-        return {
-            "transformed": _shown(arrived.image, by_cpu),
-            "augmented": _shown(fed.image, self._normalization),
-        }, moved
+        images = {"transformed": _shown(arrived.image, by_cpu)}
+        if self.maker.stage.config is not None:
+            # else the model sees what the CPU made
+            images["augmented"] = _shown(fed.image, self._normalization)
+        return images, moved
 
     def _crops(self, fed: Batch) -> dict[str, np.ndarray]:
         """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace as changed
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,18 +117,17 @@ def _places(
     steps = range(1, len(run) + 1) if epoch is None else run.steps_in(epoch)
     if step:
         match = _STEPS.fullmatch(re.sub("[,_]", "", step))
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if last < first:
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
             raise ConfigError(
                 f"--step must be a step, N, or several, FIRST..LAST, got {step!r}"
             )
-        if epoch is not None and last > len(steps):
+        if last > len(steps):
+            whose = run.address if epoch is None else f"epoch {epoch}"
             raise ConfigError(
-                f"epoch {epoch} has the steps 1 to {len(steps):,}, and no step {last:,}"
+                f"{whose} has the steps 1 to {len(steps):,}, and no step {last:,}"
             )
-        steps = range(steps.start + first - 1, steps.start + last)
-    run.check_step(steps[0])
-    run.check_step(steps[-1])
+        steps = steps[first - 1 : last]
     return [
         place
         for number in steps
@@ -162,44 +162,34 @@ def _picture(
             f"--output must be a .png or a .jsonl in an existing folder, got {output}"
         )
     from raypipe.commands.picture import draw_tiles, save_picture
+    from raypipe.commands.preview_tiles import Preview
 
+    groups: list[list[Tile]] = []
     try:
-        groups, names = _tiles(replay, places)
+        for place in places:
+            remade = replay.remade(place)
+            rows = range(len(remade.host.index))
+            tiles, names = Preview(remade.maker).of_micro_batch(remade, rows)
+            groups += tiles
+            if len(groups) >= _MAX_PICTURES:
+                break
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
+    groups = groups[:_MAX_PICTURES]
     for row, group in zip(samples, groups, strict=False):
-        title = " ".join([f"step {row['step']}, sample {row['index']}", *_label(row)])
+        label = " ".join(_label(row))
+        title = f"step {row['step']}, sample {row['index']} {label}".rstrip()
         group[0] = changed(group[0], lines=[title])
     ends = dict.fromkeys([places[0], places[-1]])
     titles = [f"step {replay.step_of(place)}, {place}" for place in ends]
     title = f"{replay.address}: {' to '.join(titles)}"
     per_line = max(1, min(_TILES_A_LINE // len(names), len(groups)))
-    rows = [
-        [tile for group in groups[first : first + per_line] for tile in group]
+    lines = [
+        [*chain.from_iterable(groups[first : first + per_line])]
         for first in range(0, len(groups), per_line)
     ]
-    save_picture(draw_tiles(rows, title, names * per_line), output)
+    save_picture(draw_tiles(lines, title, names * per_line), output)
     return {"output": output, "pictured": len(groups)}
-
-
-def _tiles(
-    replay: Replay, places: list[MicroBatchId]
-) -> tuple[list[list[Tile]], list[str]]:
-    """The tiles of each sample of some micro-batches, as far as a picture has room, and their names."""
-    from raypipe.commands.preview_tiles import Preview
-
-    groups: list[list[Tile]] = []
-    names: list[str] = []
-    for place in places:
-        if len(groups) < _MAX_PICTURES:
-            remade = replay.remade(place)
-            rows = range(len(remade.host.index))
-            of_place, names = Preview(remade.maker).of_micro_batch(remade, rows)
-            if remade.maker.stage.config is None and "augmented" in names:
-                # the model saw what the CPU made
-                names = names[:1]
-            groups += [tiles[: len(names)] for tiles in of_place]
-    return groups[:_MAX_PICTURES], names
 
 
 def print_replay(result: dict[str, Any]) -> None:

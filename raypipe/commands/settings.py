@@ -12,18 +12,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import yaml
 
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
-from raypipe.errors import DAMAGE, ConfigError, RaypipeError, StoreError
+from raypipe.errors import DAMAGE, ConfigError, StoreError
 from raypipe.importing import check_named_code, search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once
 from raypipe.stores import open_store, store_options
 
 # the steps of a transform are 1 MiB at most, see `transform_steps`
@@ -216,10 +215,7 @@ def _is_of_run(target: str, values: Mapping[str, Any]) -> bool:
     if not may_be:
         return False
     # opening it as a store raises the error
-    with (
-        contextlib.suppress(RaypipeError, OSError, pa.ArrowException),
-        without_retries(),
-    ):
+    with tried_once():
         if not has_config(as_uri(target)):
             return False
         names = ("image_column", "target_column", "trust_pickles")

@@ -24,6 +24,7 @@ from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
 from raypipe.errors import ConfigError
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
 from raypipe.transform.block_memory import reused_memory
 from raypipe.transform.fields import (
     COLUMN,
@@ -211,6 +212,17 @@ def _copied(values: torch.Tensor) -> torch.Tensor:
     # by NumPy: the threads of torch's copy spin for longer than it takes, on CPUs that actors need
     np.copyto(own, values.numpy())
     return torch.from_numpy(own)
+
+
+def facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:
+    """Attributes of a micro-batch's `Batch` that follow from its place and its samples."""
+    place = host.position
+    ends_step = place.micro + world_size >= plan.config.per_step
+    return {
+        "ends_step": ends_step,
+        "ends_split": ends_step and plan.ends_split(place),
+        "source": plan.source_of(host.index) if plan.sources else None,
+    }
 
 
 def on_device(

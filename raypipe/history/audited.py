@@ -15,10 +15,9 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.history.record_checks import damage_told
 from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.history.step_maker import remade_of
+from raypipe.history.step_maker import Remade, remade_of
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.hashes import batch_hash
@@ -31,7 +30,6 @@ from raypipe.streaming.record.digest_log import (
     recorded_files,
     root_of,
 )
-from raypipe.streaming.record.opened import sealed
 
 _ORDER = attrgetter("epoch", "split", "step", "micro")
 _NUM_NAMED = 3  # micro-batches that a finding names, at most
@@ -81,15 +79,10 @@ class AuditedRecord:
                 f"{run.address} has no hashes: a run records them with train.log=[digest], your own loop "
                 "with raypipe.loader(…, log_digest=True)"
             )
-        plan = run.stream.record.plan
+        self._plan = run.stream.record.plan
         self._epoch = functools.lru_cache(maxsize=1)(
-            lambda epoch: read_epoch(folder, epoch, plan)
+            lambda epoch: read_epoch(folder, epoch)
         )
-        with damage_told(f"{run.address}: the record of its stream"):
-            self._starts = [
-                (start, sealed(vars(start.stream.record), start.workers))
-                for start in run.starts
-            ]
         self.findings: list[Finding] = []
         self.epochs: dict[int, dict[str, Any]] = {}
         self.places: list[MicroBatchId] = []
@@ -152,20 +145,17 @@ class AuditedRecord:
         for name in record.damaged:
             text = f"{name}.jsonl has other lines than its rank has written"
             self._find("lines", text, epoch)
-        unknown = [each for each in record.starts if not self._starts_of(each)]
-        if unknown:
-            text = f"lines of rank {unknown[0].get('rank')} with settings of no start of the run"
-            self._find("foreign", text, epoch)
-        foreign = [
-            place
-            for place, hashes in record.recorded.items()
-            if not any(
-                start.has_place(place) for start in self._starts_of(hashes.start)
-            )
-        ]
-        self._find_places("foreign", "are not of the run's plan", epoch, foreign)
-        for place in foreign:
+        foreign = []
+        for place, hashes in list(record.recorded.items()):
+            starts = self._starts_of(hashes.start)
+            is_of_plan = not starts or starts[0].stream.record.plan == self._plan
+            if is_of_plan and any(start.has_place(place) for start in starts):
+                continue
             del record.recorded[place]
+            if is_of_plan:
+                foreign.append(place)
+        text = "are of no start of the run, by their settings or its plan"
+        self._find_places("foreign", text, epoch, foreign)
         twice = [
             place
             for place, *both in record.unequal
@@ -186,7 +176,11 @@ class AuditedRecord:
     def _may_differ(self, both: list[Hashes]) -> bool:
         """Return whether starts had other settings, code, versions, devices or CPUs."""
         made_by = {
-            (start.stream, hashes.start.get("device"), hashes.start.get("cpu"))
+            (
+                start.stream,
+                str(hashes.start.get("device")),
+                str(hashes.start.get("cpu")),
+            )
             for hashes in both
             for start in self._starts_of(hashes.start)
         }
@@ -194,7 +188,8 @@ class AuditedRecord:
 
     def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
         """The starts of the run that have the settings of a recorded one, in order."""
-        return [start for start, seal in self._starts if seal == recorded.get("seal")]
+        seal = recorded.get("seal")
+        return [start for start in self._run.starts if start.seal == seal]
 
     # Micro-batches that are made again
 
@@ -207,25 +202,26 @@ class AuditedRecord:
         lacking = set[str]()
         for place in places:
             hashes = self._epoch(place.epoch).recorded[place]
-            stream = self._run.start_at(place, self._starts_of(hashes.start)).stream
+            start = self._run.start_at(place, self._starts_of(hashes.start))
+            stream = start.stream
             if stream.lacks and stream.lacks not in lacking:
                 lacking.add(stream.lacks)
                 self._find("store", stream.lacks)
             if stream.is_open:
                 try:
-                    self._compare(place, stream, hashes)
+                    self._compare(
+                        remade_of(stream, place, start.workers), stream, hashes
+                    )
                 except RaypipeError as error:
                     text = f"it cannot be made again: {error}"
                     self._find("batch", text, place=place)
 
-    def _compare(
-        self, place: MicroBatchId, stream: RecordedStream, hashes: Hashes
-    ) -> None:
+    def _compare(self, remade: Remade, stream: RecordedStream, hashes: Hashes) -> None:
         """Compare a micro-batch as it reached its rank, and then as the model got it.
 
         Torch may round differently elsewhere.
         """
-        remade = remade_of(stream, place)
+        place = remade.place
         made = batch_hash(remade.host)
         self.num_compared += 1
         is_equal = self._is_equal("batch", place, made, hashes.stream)

@@ -10,12 +10,11 @@ from raypipe.history.record_checks import damage_told, read_lines, whole_number
 from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS
-from raypipe.plan.places import MicroBatchId, SamplePlace, Split
+from raypipe.plan.places import SamplePlace, Split
 from raypipe.storage.files import names_of_lines, read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.scan import sample_names
-from raypipe.streaming.bad_samples import BadSample
 
 _NUM_NAMED = 3  # samples that an error about a name lists
 _MAX_EPOCHS = 1_000_000  # a longer run is refused
@@ -43,12 +42,12 @@ class History:
         self._validated = {
             record.get("epoch") for record in run.records if record.get("kind") == "val"
         }
-        self._bad = dict[MicroBatchId, dict[int, BadSample]]()
         folder = run.stream.quarantine
-        for name in names_of_lines(folder) if folder else ():
-            place = run.place_of(name)
-            samples = run.stream.bad_samples(place)
-            self._bad[place] = {sample.index: sample for sample in samples}
+        self._bad = {
+            (sample.position, sample.index): sample
+            for name in (names_of_lines(folder) if folder else ())
+            for sample in run.stream.bad_samples(run.place_of(name))
+        }
 
     def of(self, sample: int | str, split: Split = "train") -> dict[str, Any]:
         """Find the draws of a sample.
@@ -77,21 +76,18 @@ class History:
 
     def bad(self) -> list[dict[str, Any]]:
         """Find the draws of all samples that the run could not use, by its quarantine/; see `of`."""
-        splits: tuple[Split, Split] = ("train", "val")
-        return [
-            found
-            for split in splits
-            if (errors := self._errors(split))
-            for found in self._of_indices(sorted(errors), split)
-        ]
+        return [*self._bad_in("train"), *self._bad_in("val")]
+
+    def _bad_in(self, split: Split) -> list[dict[str, Any]]:
+        errors = self._errors(split)
+        return self._of_indices(sorted(errors), split) if errors else []
 
     def _errors(self, split: Split) -> dict[int, str]:
         """The samples of a split that the run could not use, and why."""
         return {
             bad.index: bad.error
-            for at, of_place in self._bad.items()
-            for bad in of_place.values()
-            if at.split == split
+            for bad in self._bad.values()
+            if bad.position.split == split
         }
 
     def flags(self) -> list[dict[str, Any]]:
@@ -99,13 +95,8 @@ class History:
         folder = join_address(as_uri(self._run.address), FLAGS)
         flags = []
         for name in names_of_lines(folder):
-            address = join_address(folder, f"{name}.jsonl")
-            with damage_told(address):
-                for flag in read_lines(address):
-                    for number in ("epoch", "step", "rank", "micro"):
-                        whole_number(flag[number], number)
-                    known = {"time": float(flag["time"]), "reason": str(flag["reason"])}
-                    flags.append({**flag, **known, "place": name})
+            for flag in read_lines(join_address(folder, f"{name}.jsonl"), _flag):
+                flags.append({**flag, "place": name})
         return sorted(flags, key=itemgetter("step", "place", "time"))
 
     def _store(self, split: Split) -> Store:
@@ -137,25 +128,23 @@ class History:
         ]
         for index, place in plan.places_of([*indices, *errors], split, epochs):
             draw = self._draw(place)
-            bad = self._bad.get(place.micro_batch, {}).get(index)
+            bad = self._bad.get((place.micro_batch, index))
             if bad:
                 draws.get(bad.substitute, []).append(draw | {"instead_of": index})
                 draw |= {"was_bad": True, "replaced_by": bad.substitute}
             draws.get(index, []).append(draw)
-        histories = []
-        for index in indices:
-            num = sum(draw["has_come"] for draw in draws[index])
-            found = {
+        return [
+            {
                 "index": index,
                 "name": name_of(store, index),
                 "split": split,
                 "error": errors.get(index, ""),
-                "num_drawn": num,
-                "num_to_come": len(draws[index]) - num,
+                "num_drawn": sum(draw["has_come"] for draw in draws[index]),
+                "num_to_come": sum(not draw["has_come"] for draw in draws[index]),
                 "draws": draws[index],
             }
-            histories.append(found)
-        return histories
+            for index in indices
+        ]
 
     def _draw(self, place: SamplePlace) -> dict[str, Any]:
         at = place.micro_batch
@@ -175,6 +164,13 @@ class History:
             "replaced_by": None,
             "instead_of": None,
         }
+
+
+def _flag(flag: Any) -> dict[str, Any]:
+    """A line of a flag; raises ValueError for anything else."""
+    for number in ("epoch", "step", "rank", "micro"):
+        whole_number(flag[number], number)
+    return {**flag, "time": float(flag["time"]), "reason": str(flag["reason"])}
 
 
 def index_of(store: Store, name: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from raypipe.errors import DAMAGE, ConfigError, RaypipeError
 from raypipe.section import shown
 from raypipe.storage.files import read_whole
 
+T = TypeVar("T")
 MAX_NUMBER = 1 << 62
 """Numbers of samples, steps and ranks in a record are below it."""
 _MAX_TEXT = 200  # characters of an error about a value
@@ -34,10 +35,11 @@ def damage_told(where: str) -> Iterator[None]:
         ) from error
 
 
-def read_lines(address: str) -> list[Any]:
-    """Return the values of a file of JSON lines; empty where there is none."""
+def read_lines(address: str, made_of: Callable[[Any], T]) -> list[T]:
+    """Return what a function makes of each value in a file of JSON lines; empty where there is none."""
     with damage_told(address):
-        return [json.loads(line) for line in (read_whole(address) or b"").splitlines()]
+        lines = (read_whole(address) or b"").splitlines()
+        return [made_of(json.loads(line)) for line in lines]
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:

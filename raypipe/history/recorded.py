@@ -32,7 +32,7 @@ from raypipe.storage.lease import check_owner
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.digest_log import place_in
-from raypipe.streaming.record.opened import StreamRecord
+from raypipe.streaming.record.opened import StreamRecord, sealed
 
 _GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
 
@@ -43,7 +43,6 @@ class MicroBatchDraws(NamedTuple):
     Attributes:
         place: the micro-batch.
         indices: int64, as the model saw them: with the substitutes of bad samples; PADDING = no sample.
-        drawn: int64, as the plan drew them.
         keys: uint64 (B, 2), the keys of their CPU transforms.
         weights: float32, 0 for padding, and for bad samples of a validation.
         bad: why a drawn sample could not be used, by its row.
@@ -51,7 +50,6 @@ class MicroBatchDraws(NamedTuple):
 
     place: MicroBatchId
     indices: np.ndarray
-    drawn: np.ndarray
     keys: np.ndarray
     weights: np.ndarray
     bad: dict[int, str]
@@ -66,6 +64,7 @@ class Start(NamedTuple):
         validates: whether it began with the validation of that step.
         stream: the stream as it was opened; starts with the same record have the same one.
         settings: the settings of the stream by their whole names, plain values.
+        seal: the hash of what decides its batches, which the lines of its hashes have.
     """
 
     step: int
@@ -73,6 +72,7 @@ class Start(NamedTuple):
     validates: bool
     stream: RecordedStream
     settings: dict[str, Any]
+    seal: str
 
     def has_place(self, place: MicroBatchId) -> bool:
         """Return whether its plan has a micro-batch of a place; a loop may validate in any epoch."""
@@ -105,14 +105,16 @@ def _starts_in(
                 streams[text] = RecordedStream(
                     run_uri, described, trust_run_code, given
                 )
+            workers = whole_number(record.get("workers", 1), "workers", 1)
             start = Start(
                 whole_number(record["step"], "step"),
-                whole_number(record.get("workers", 1), "workers", 1),
+                workers,
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),
+                sealed(record["stream"], workers),
             )
-        starts.append(start)
+            starts.append(start)
     if not starts:
         address = run_uri.removeprefix("file://")
         raise ConfigError(
@@ -165,6 +167,15 @@ class RecordedRun:
         for start in self.starts:
             sentences += start.stream.changed_code
         return list(dict.fromkeys(sentences))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss of each step whose record has one."""
+        return {
+            record["step"]: record["loss"]
+            for record in self.records
+            if record.get("kind") == "train" and "loss" in record
+        }
 
     @property
     def plan(self) -> Plan:
@@ -231,7 +242,11 @@ class RecordedRun:
         Raises:
             ConfigError: the run has no such step, rank or number, or `plan.skip` left the step out.
         """
-        self.check_step(step)
+        if not 1 <= step <= len(self):
+            raise ConfigError(
+                f"{self.address} has the steps 1 to {len(self):,}, counted as in metrics.jsonl, and no step "
+                f"{step:,}"
+            )
         if self.is_skipped(step):
             raise ConfigError(
                 f"step {step:,} was left out by plan.skip, so the model saw nothing of it"
@@ -254,14 +269,6 @@ class RecordedRun:
     def is_skipped(self, step: int) -> bool:
         """Return whether `plan.skip` left out a step."""
         return self.start_of(step).stream.plan.skipped.has(step - 1)
-
-    def check_step(self, step: int) -> None:
-        """Raise ConfigError unless the run has a step."""
-        if not 1 <= step <= len(self):
-            raise ConfigError(
-                f"{self.address} has the steps 1 to {len(self):,}, counted as in metrics.jsonl, and no step "
-                f"{step:,}"
-            )
 
     def place_of(self, name: str) -> MicroBatchId:
         """Return the place of a name such as train-e0000-s000012-m000, as errors and quarantine/ have it.
@@ -309,4 +316,4 @@ class RecordedRun:
                 keys[row] = plan.substitute_keys(
                     place.split, of_row, sample.substitute
                 )[0]
-        return MicroBatchDraws(place, indices, drawn.indices, keys, weights, reasons)
+        return MicroBatchDraws(place, indices, keys, weights, reasons)

@@ -14,7 +14,7 @@ from raypipe.importing import check_named_code
 from raypipe.library_settings import as_text
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
@@ -33,7 +33,7 @@ from raypipe.streaming.spec import StreamSpec
 _SECTIONS = {
     "plan": PlanConfig,
     "transform": TransformConfig,
-    "augment": AugmentConfig | None,
+    "augment": AugmentConfig,
 }
 _OF_BAD = ("store", "index", "name", "substitute", "error", "fault")
 _INLINE = PoolConfig(engine="inline")
@@ -96,33 +96,24 @@ class RecordedStream:
         if given is None or isinstance(given, AugmentConfig):
             return self._value("augment")
         # a mere module, as raypipe.loader takes it
-        entry = self._trusted["augment"] or {"settings": {}}
-        fields = {**entry["settings"], "module": ""}
-        return replace(self._restored("augment", {"settings": fields}), module=given)
+        fields = (self.record.augment or {"settings": {}})["settings"]
+        entry = {"settings": {**fields, "module": ""}}
+        return replace(self._restored("augment", entry), module=given)
 
     def _value(self, name: str) -> Any:
         """Return an argument: the given one, or what its entry says."""
         if name in self._given:
             return self._given[name]
-        return self._restored(name, self._trusted[name])
+        entries = {**self.record.arguments, "augment": self.record.augment}
+        return self._restored(name, entries[name])
 
     def _restored(self, name: str, entry: Any) -> Any:
-        kind = _SECTIONS.get(name, object)
-        section = AugmentConfig if name == "augment" else kind
+        """The value of an entry; raises ConfigError for code or an address that nobody has trusted."""
+        folder = self._run_uri.removeprefix("file://")
+        check_named_code({name: entry}, folder, self._trusts)
+        check_named_addresses({name: entry}, self._run_uri, self._trusts)
         with damage_told(f"{self._run_uri}: the record of {name}"):
-            value = restored(entry, name, self._trusts, section)
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} are not settings")
-        return value
-
-    @functools.cached_property
-    def _trusted(self) -> dict[str, Any]:
-        """The entries that are used; raises ConfigError if they name code or addresses that nobody has trusted."""
-        entries = {**self.record.arguments, "augment": self.record.augment}
-        used = {key: entries[key] for key in entries.keys() - self._given}
-        check_named_code(used, self._run_uri.removeprefix("file://"), self._trusts)
-        check_named_addresses(used, self._run_uri, self._trusts)
-        return entries
+            return restored(entry, name, self._trusts, _SECTIONS.get(name))
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -142,33 +133,35 @@ class RecordedStream:
     def _plan_of_sizes(self) -> Plan:
         """The plan of stores of the recorded sizes, where its order needs no more of them."""
         arguments = self.record.arguments
-        config: PlanConfig = self._restored("plan", arguments.get("plan"))
-        parts = self.record.parts("train")
+        config: PlanConfig = self._restored("plan", arguments["plan"])
+        needed = [
+            f"plan.{name}"
+            for name in ("weights", "buckets", "sampler")
+            if getattr(config, name)
+        ]
+        needed += [
+            f"store.{name}"
+            for name in ("filter", "exclude", "take")
+            if arguments.get(name) != ""
+        ]
         has_windows = config.shuffle not in ("global", "off")
-        needed = {
-            "plan.weights": bool(config.weights),
-            "plan.buckets": bool(config.buckets),
-            "plan.sampler": bool(config.sampler),
-            "store.filter": arguments.get("filter") != "",
-            "store.exclude": arguments.get("exclude") != "",
-            "store.take": arguments.get("take", "") != "",
-            "plan.shuffle": has_windows and any(part.in_groups for part in parts),
-        }
-        for setting, is_needed in needed.items():
-            if is_needed:
-                raise ConfigError(
-                    f"the order of {self._run_uri} has {setting}, which needs more than the sizes of its stores"
-                )
-        train, val = (
-            {
+        if has_windows and any(part.in_groups for part in self.record.parts("train")):
+            needed.append("plan.shuffle")
+        if needed:
+            raise ConfigError(
+                f"the order of {self._run_uri} has {needed[0]}, which needs more than the sizes of its stores"
+            )
+
+        def arrays(split: Split) -> dict[str, StoreArrays]:
+            return {
                 part.name: StoreArrays(
                     part.address, part.fingerprint, Selection([], part.samples)
                 )
-                for part in of_split
+                for part in self.record.parts(split)
             }
-            for of_split in (parts, self.record.parts("val"))
-        )
-        return Plan.of(config, train.get("", train), val.get(""))
+
+        train = arrays("train")
+        return Plan.of(config, train.get("", train), arrays("val").get(""))
 
     @functools.cached_property
     def _why_closed(self) -> str:
@@ -180,17 +173,18 @@ class RecordedStream:
         return ""
 
     @functools.cached_property
-    def _stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
-        """The stores as they were in the run, and as they are."""
+    def _other_stores(self) -> list[tuple[StoreRecord, StoreRecord]]:
+        """The stores that have other contents than in the run: as they were, and as they are."""
         return [
-            parts
-            for split, now in recorded_stores(self.spec.stores).items()
-            for parts in zip(self.record.parts(split), now, strict=False)
+            (then, now)
+            for split, parts in recorded_stores(self.spec.stores).items()
+            for then, now in zip(self.record.parts(split), parts, strict=False)
+            if (then.fingerprint, then.samples) != (now.fingerprint, now.samples)
         ]
 
     @property
     def _has_recorded_sizes(self) -> bool:
-        return all(then.samples == now.samples for then, now in self._stores)
+        return all(then.samples == now.samples for then, now in self._other_stores)
 
     @property
     def is_open(self) -> bool:
@@ -203,8 +197,7 @@ class RecordedStream:
         return self._why_closed or "; ".join(
             f"{now.address} has other contents than in the run ({now.samples} samples, fingerprint "
             f"{now.fingerprint[:8]}; it had {then.samples}, {then.fingerprint[:8]})"
-            for then, now in self._stores
-            if (now.fingerprint, now.samples) != (then.fingerprint, then.samples)
+            for then, now in self._other_stores
         )
 
     @functools.cached_property
@@ -249,17 +242,16 @@ class RecordedStream:
         Raises:
             ConfigError: the file cannot be read as a record of bad samples.
         """
-        samples: list[BadSample] = []
         if not self.quarantine:
-            return samples
+            return []
         address = join_address(self.quarantine, f"{place}.jsonl")
-        with damage_told(address):
-            for record in read_lines(address):
-                bad = BadSample(
-                    **{name: record[name] for name in _OF_BAD}, position=place
-                )
-                whole_number(bad.index, "index")
-                if bad.substitute is not None:
-                    whole_number(bad.substitute, "substitute")
-                samples.append(bad)
-        return samples
+        return read_lines(address, functools.partial(_bad_sample, place))
+
+
+def _bad_sample(place: MicroBatchId, record: dict[str, Any]) -> BadSample:
+    """A bad sample by its line; raises ValueError for anything else."""
+    bad = BadSample(place, **{name: record[name] for name in _OF_BAD})
+    whole_number(bad.index, "index")
+    if bad.substitute is not None:
+        whole_number(bad.substitute, "substitute")
+    return bad

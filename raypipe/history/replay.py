@@ -14,24 +14,27 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace as changed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.history.compared import first_other_draws, other_records
+from raypipe.history.drawn_at import History
 from raypipe.history.recorded import RecordedRun
 from raypipe.history.sample_table import sample_rows
 from raypipe.history.step_maker import Remade, remade_of
 from raypipe.plan.places import MicroBatchId, Split
+from raypipe.streaming.digest import other_settings
 from raypipe.streaming.hashes import batch_hash
-
-if TYPE_CHECKING:
-    from raypipe.history.drawn_at import History
 
 # Steps whose pixels are compared: the first, and those at the begin of epochs.
 _MAX_MADE = 8
+# Draws that are compared at most, which takes some seconds.
+_MAX_DRAWS = 1 << 22
+# Settings that decide nothing that a model sees.
+_FREE = ("workers", "actors", "from_step", "to_step")
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +98,12 @@ class Replay(RecordedRun):
 
     def batch(self, place: MicroBatchId) -> Batch:
         """Make a micro-batch as the loop got it, also one of a validation."""
-        plan = self.plan
-        workers = self.start_at(place).workers
-        ends_step = place.micro >= plan.config.per_step - workers
-        ends_split = ends_step and plan.ends_split(place)
-        batch = self.remade(place).finished
-        return changed(batch, ends_step=ends_step, ends_split=ends_split)
+        return self.remade(place).finished
 
     def remade(self, place: MicroBatchId) -> Remade:
         """Return a micro-batch that is made again as far as it is asked for; see `batch`."""
-        stream = self.start_at(place).stream
+        start = self.start_at(place)
+        stream = start.stream
         if stream.lacks and not self._anyway:
             hint = ""
             if stream.is_open:
@@ -113,7 +112,7 @@ class Replay(RecordedRun):
                 f"the pixels of {self.address} cannot be made again: {stream.lacks}{hint}. The order of its "
                 "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
             )
-        return remade_of(stream, place)
+        return remade_of(stream, place, start.workers)
 
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None
@@ -158,12 +157,13 @@ class Replay(RecordedRun):
         """Compare this run with another one.
 
         Returns:
-            `equal`: nothing differs in what was compared; `order`: the first step with other samples or seeds,
-            None = none of the `compared_steps` has; `pixels`: the first step that was made and is not the same,
-            None = none is; `made_steps`; `settings` and `loss`, see `other_records`; and `unknown`: why pixels
-            could not be compared, empty = they were.
+            `equal`: nothing differs in what was compared; `order`: the first step with other samples or seeds, or
+            that one of the runs skips, None = none of the `compared_steps`; `pixels`: the first step that was made
+            and is not the same, None = none; `made_steps`; `settings` that differ, name → (this run's, the
+            other's); `loss`: the first step at which their records have different losses, None = none; and
+            `unknown`: why pixels could not be compared, empty = they were.
         """
-        order, compared_steps = first_other_draws(self.plan, other.plan)
+        order, compared_steps = self._first_other_order(other)
         # until the order parts, else the first and those that begin epochs
         num_steps = min(len(self), len(other)) if order is None else order - 1
         begins = range(1, num_steps + 1, max(1, self.plan.steps_per_epoch))
@@ -180,15 +180,43 @@ class Replay(RecordedRun):
         except RaypipeError as error:
             made = []
             unknown = str(error)
+        settings = other_settings(self.starts[-1].settings, other.starts[-1].settings)
+        for name in _FREE:
+            settings.pop(name, None)
+        others = other.losses
+        parted = [
+            step for step, loss in self.losses.items() if others.get(step, loss) != loss
+        ]
         return {
             "equal": order is None and pixels is None,
             "order": order,
             "compared_steps": compared_steps,
             "pixels": pixels,
             "made_steps": made,
-            **other_records(self, other),
+            "settings": settings,
+            "loss": min(parted, default=None),
             "unknown": unknown,
         }
+
+    def _first_other_order(self, other: Replay) -> tuple[int | None, int]:
+        """The first step of another order, None = none of those compared; and how many were compared."""
+        num_steps = min(len(self), len(other))
+        if self.plan.fingerprint == other.plan.fingerprint:
+            return None, num_steps
+        num_steps = min(num_steps, max(1, _MAX_DRAWS // self.plan.global_batch_size))
+        for step in range(1, num_steps + 1):
+            if self._order_of(step) != other._order_of(step):
+                return step, step
+        return None, num_steps
+
+    def _order_of(self, step: int) -> bytes:
+        """The samples of a step and their keys, as bytes; empty if it is left out."""
+        plan = self.plan
+        if plan.skipped.has(step - 1):
+            return b""
+        end = step * plan.global_batch_size
+        draws = plan.draw_epoch(0, np.arange(end - plan.global_batch_size, end))
+        return draws.indices.tobytes() + plan.sample_keys("train", draws).tobytes()
 
     def when(self, sample: int | str, split: Split = "train") -> dict[str, Any]:
         """Find the steps that drew a sample, and those that will; see `raypipe.history.drawn_at.History.of`."""
@@ -196,6 +224,4 @@ class Replay(RecordedRun):
 
     @functools.cached_property
     def _history(self) -> History:
-        from raypipe.history.drawn_at import History
-
         return History(self)

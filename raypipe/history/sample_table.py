@@ -70,8 +70,7 @@ def sample_rows(
         augment = remade.maker.stage.augment
         if augment is not None:
             _add_augmented(rows, remade, augment)
-            if sum(augment.config.mix_shares):
-                _add_mixed(rows, draws, remade)
+            _add_mixed(rows, draws, remade)
     return rows
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.prefetcher import Batch, facts_of, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
@@ -56,19 +56,13 @@ class StepMaker:
             augment, _CPU, of_torch, spec.device_input, tells=False
         )
 
-    def strength_at(self, place: MicroBatchId) -> float:
-        """Return the strength of the augmentation on the device."""
-        if self.stage.config is None:
-            return 0.0
-        plan = self.spec.plan
-        return self.stage.config.strength_at(plan.progress(plan.global_step(place)))
-
 
 class Remade:
     """A micro-batch that is made as far as it is asked for.
 
     Args:
         excluded: its samples that cannot be used: index → why.
+        workers: number of ranks that share its step.
 
     Attributes:
         maker, place: its maker, and its place in the run.
@@ -79,10 +73,12 @@ class Remade:
         maker: StepMaker,
         place: MicroBatchId,
         excluded: Mapping[int, str] = NONE_EXCLUDED,
+        workers: int = 1,
     ) -> None:
         self.maker = maker
         self.place = place
         self._excluded = excluded
+        self._workers = workers
 
     @property
     def host(self) -> MicroBatch:
@@ -110,21 +106,24 @@ class Remade:
             plan.micro_batch_seed,
             decode=self.maker.decoding,
             ring=False,
+            facts_of=functools.partial(facts_of, plan, self._workers),
         )
-        if plan.sources:
-            batch = replace(batch, source=plan.source_of(batch.index))
         return batch
 
     @functools.cached_property
     def finished(self) -> Batch:
         """The batch as the model saw it: augmented, mixed and normalized by the device stage."""
-        return self.maker.stage(self.arrived, self.maker.strength_at(self.place))
+        stage = self.maker.stage
+        plan = self.maker.spec.plan
+        progress = plan.progress(plan.global_step(self.place))
+        strength = stage.config.strength_at(progress) if stage.config else 0.0
+        return stage(self.arrived, strength)
 
 
-def remade_of(stream: RecordedStream, place: MicroBatchId) -> Remade:
-    """Return a micro-batch of a recorded stream, without the samples that the run could not use."""
+def remade_of(stream: RecordedStream, place: MicroBatchId, workers: int) -> Remade:
+    """Return a micro-batch of a recorded stream of W ranks, without the samples that the run could not use."""
     bad = {sample.index: sample.error for sample in stream.bad_samples(place)}
-    return Remade(_maker_of(stream), place, bad)
+    return Remade(_maker_of(stream), place, bad, workers)
 
 
 @functools.lru_cache(maxsize=4)

@@ -22,11 +22,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.errors import OutageError, RaypipeError
+from raypipe.errors import RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_whole, write_synced, write_text
 from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once, without_retries
 from raypipe.storage.retrying_filesystem import upload
 
 logger = logging.getLogger(__name__)
@@ -109,10 +109,7 @@ def record_wait(run_uri: str, whom: str, since: float) -> None:
     """
     now = time.time()
     address = join_address(run_uri, STATUS)
-    with (
-        contextlib.suppress(pa.ArrowException, OSError, RaypipeError, ValueError),
-        without_retries(),
-    ):
+    with contextlib.suppress(ValueError), tried_once():
         place = json.loads(read_whole(address) or b"{}")
         status = {"step": 0, "to_step": 0, "step_at": now, "workers": 0, **place}
         status |= {"time": now, "begun": now, "since": since, "every_s": _WAIT_EVERY_S}
@@ -178,6 +175,29 @@ def _last_start(path: Path) -> dict[str, Any]:
     return {}
 
 
+class BestEffort:
+    """Turns a file of a run that cannot be written into a warning, the first time: it does not end the run.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._has_warned = False
+
+    @contextlib.contextmanager
+    def __call__(self, file: str) -> Iterator[None]:
+        """Context manager for writing a file."""
+        try:
+            yield
+        except (pa.ArrowException, OSError, RaypipeError) as error:
+            if not self._has_warned:
+                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
+                logger.warning(text, file, self._run, error)
+            self._has_warned = True
+
+
 class RecordWriter:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
@@ -217,7 +237,7 @@ class RecordWriter:
             self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-")
         )
         self._one_by_one = threading.Lock()
-        self._warned = False
+        self._best_effort = BestEffort(self._name)
         with self._best_effort("the folder"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
@@ -278,14 +298,3 @@ class RecordWriter:
                 self._folder / name,
                 "".join(json.dumps(record) + "\n" for record in records).encode(),
             )
-
-    @contextlib.contextmanager
-    def _best_effort(self, file: str) -> Iterator[None]:
-        """Turn a file that cannot be written into a warning, the first time."""
-        try:
-            yield
-        except (pa.ArrowException, OSError, OutageError) as error:
-            if not self._warned:
-                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
-                logger.warning(text, file, self._name, error)
-            self._warned = True

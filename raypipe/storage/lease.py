@@ -37,7 +37,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
 )
 from raypipe.storage.local_file import boot_id
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once, without_retries
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class _Claim:
 
     def give_back(self) -> None:
         """Withdraw the claim, and remove the folder if it is empty; object storage has no folders."""
-        with contextlib.suppress(pa.ArrowException, OSError), without_retries():
+        with tried_once():
             self._filesystem.delete_file(self._path)
             Path(self._folder).rmdir()
             Path(self._folder).parent.rmdir()

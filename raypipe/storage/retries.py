@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from raypipe.background import attended
 from raypipe.environment import variable
-from raypipe.errors import ConfigError, OutageError
+from raypipe.errors import ConfigError, OutageError, RaypipeError
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,16 @@ def without_retries() -> Iterator[None]:
         yield
     finally:
         _given_up.reset(token)
+
+
+@contextlib.contextmanager
+def tried_once() -> Iterator[None]:
+    """Context manager for an optional operation: without retries, and without an error if storage fails."""
+    with (
+        contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+        without_retries(),
+    ):
+        yield
 
 
 _lost = threading.Event()  # set while this process waits for no storage

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-
-from raypipe.errors import BadSamplesError, RaypipeError, SampleError, TransformError
+from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import names_of_lines, write_text
 from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once, without_retries
 from raypipe.stores.base import title_of
 
 logger = logging.getLogger(__name__)
-
-_UNREACHABLE = (pa.ArrowException, OSError, RaypipeError)
 
 # Where a record has failed, this process tries none again: an object store that is gone says so after minutes, and
 # a run should not wait for it at every bad sample.
@@ -109,14 +104,14 @@ def recorded_in(folder_uri: str) -> set[str]:
     """Return the names of the micro-batches in a quarantine; empty where there are none, or it cannot be read."""
     if not folder_uri:
         return set()
-    with contextlib.suppress(*_UNREACHABLE), without_retries():
+    with tried_once():
         return set(names_of_lines(folder_uri))
     return set()
 
 
 def forget_bad(folder_uri: str, position: MicroBatchId) -> None:
     """Remove a micro-batch's record, which an earlier start made with bad samples, and this one without."""
-    with contextlib.suppress(*_UNREACHABLE), without_retries():
+    with tried_once():
         filesystem, folder = open_filesystem(folder_uri)
         filesystem.delete_file(f"{folder}/{position}.jsonl")
 

@@ -174,6 +174,7 @@ def plain_settings(
         "column": spec.columns.described(),
         "ending": endings,
         "version": versions(),
+        "store": getattr(spec.stores["train"], "facts", {}),  # of a Dataset
     }
     settings = {
         "plan": spec.plan.fingerprint,
@@ -188,8 +189,6 @@ def plain_settings(
         "to_step": to_step,
         "machine": platform.machine(),
     }
-    facts = getattr(spec.stores["train"], "facts", {})  # of a Dataset
-    settings |= {f"store.{name}": digest for name, digest in facts.items()}
     for section, values in sections.items():
         settings |= {f"{section}.{name}": value for name, value in values.items()}
     return json.loads(json.dumps(settings))  # keys that are epochs as a file has them

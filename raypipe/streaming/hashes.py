@@ -7,7 +7,6 @@ It is not cryptographic: whoever wants to can make two micro-batches with one ha
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ def batch_hash(batch: MicroBatch | Batch) -> bytes:
     for name in sorted(values.keys() - {CLASSES}):
         for title, array in _arrays(name, values[name], name in images):
             whole = np.ascontiguousarray(array)
-            parts.append(_header(title, array.dtype, array.shape))
+            parts.append(f"{title} {array.dtype.str} {array.shape}\n".encode())
             parts.append(xxhash.xxh3_128_digest(whole.data))
     return xxhash.xxh3_128_digest(b"".join(parts))
 
@@ -73,8 +72,3 @@ def combine(digests: Iterable[bytes]) -> str:
     for digest in digests:
         combined.update(digest)
     return combined.hexdigest()
-
-
-@functools.lru_cache(maxsize=256)
-def _header(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{name} {dtype.str} {shape}\n".encode()

@@ -23,7 +23,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
-from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.prefetcher import Batch, facts_of, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
@@ -39,7 +39,7 @@ from raypipe.plan.places import (
     Split,
     TrainStep,
 )
-from raypipe.plan.schedule import Plan, Segment
+from raypipe.plan.schedule import Segment
 from raypipe.rayext.agreement import Agreement, in_train_function, processes
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.section import check
@@ -211,7 +211,7 @@ class Loader(Unlike, instead=_INSTEAD):
             ring=False if draws_globally else None,
             on_copied=functools.partial(self.metrics.clock.add, "train", "transfer"),
             decode=self._decoding(),
-            facts_of=functools.partial(_facts_of, self.plan, self.world_size),
+            facts_of=functools.partial(facts_of, self.plan, self.world_size),
             hash_of=batch_hash if self._digest_log else None,
         )
 
@@ -230,8 +230,6 @@ class Loader(Unlike, instead=_INSTEAD):
             metrics.observers.insert(0, self._digest_log)
         if trace:
             metrics.trace(trace, trace_s, self._spec.run, self._process)
-        if self._folder:
-            metrics.run_log.obey(self._folder)
         return metrics
 
     def _decoding(self) -> Callable[[MicroBatch], MicroBatch] | None:
@@ -343,8 +341,8 @@ class Loader(Unlike, instead=_INSTEAD):
         total = self.plan.config.epochs * self.plan.steps_per_epoch
         is_at_end = cursor.step == self.plan.steps_per_epoch
 
-        def settings() -> dict[str, Any]:
-            of_stream = plain_settings(
+        def described() -> dict[str, dict[str, Any]]:
+            settings = plain_settings(
                 self._spec,
                 workers=self.world_size,
                 actors=self.metrics.actors,
@@ -352,16 +350,14 @@ class Loader(Unlike, instead=_INSTEAD):
                 to_step=total,
             )
             if self._user_augment:
-                return of_stream | settings_of_device(self._user_augment)
-            return of_stream
-
-        def stream() -> dict[str, Any]:
-            return stream_record(
+                settings |= settings_of_device(self._user_augment)
+            stream = stream_record(
                 self._spec, self._user_augment, self._dtype, self.device
             )
+            return {"settings": settings, "stream": stream}
 
         validates = is_at_end and self.plan.has_val(cursor.epoch)
-        self.metrics.run_log.begin(validates, settings, self._stream.supervisor, stream)
+        self.metrics.run_log.begin(validates, described, self._stream.supervisor)
 
     def _deliver(self, batches: Batches, place: MicroBatchId) -> Batch:
         """The batch of a place of an epoch's training or of a validation."""
@@ -784,14 +780,3 @@ class Loader(Unlike, instead=_INSTEAD):
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
         return self.metrics.clock.times(split)
-
-
-def _facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:
-    """Attributes of a micro-batch's `Batch` that follow from its place and its samples."""
-    place = host.position
-    ends_step = place.micro + world_size >= plan.config.per_step
-    return {
-        "ends_step": ends_step,
-        "ends_split": ends_step and plan.ends_split(place),
-        "source": plan.source_of(host.index) if plan.sources else None,
-    }

@@ -14,11 +14,13 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.fs
@@ -29,7 +31,7 @@ from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, RecordWriter, RunFolder, write_file
 from raypipe.progress import print_progress
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once
 from raypipe.streaming.record.opened import rewritten
 from raypipe.streaming.stop_file import answer_stop, remove_stop, stop_requested
 
@@ -57,28 +59,36 @@ _SHOWN = (
 )
 
 
-class _Wait(NamedTuple):
-    """Wait of the loop, by what it waits for, since a moment of time.time(), with its cause.
+@dataclass
+class _Wait:
+    """A wait of the loop, or its own work between two of them.
 
-    The name is empty between two waits: then the loop computes a step or waits for other ranks.
+    Attributes:
+        name: what it waits for; empty = it computes a step or waits for other ranks.
+        cause: names the cause of the wait.
+        due_s: age at which it is told, then twice that, and so on.
+        since: its begin, by time.time().
     """
 
     name: str
     cause: Callable[[], str]
-    since: float
-    is_batch: bool = False
+    due_s: float
+    since: float = field(default_factory=time.time)
 
-    def told(self, now: float) -> str:
+    def told(self, waited_s: float) -> str:
         """Write a line about it."""
         if self.name:
             doing = f"waiting for {self.name}"
         else:
             doing = "training has asked for nothing"
-        return f"{doing} for {now - self.since:.0f} s: {self.cause()}"
+        return f"{doing} for {waited_s:.0f} s: {self.cause()}"
 
 
-def _loop_computes() -> str:
-    return "the loop computes, or waits for other ranks"
+_CHECKPOINT = "the checkpoint"
+
+
+def _own_work(due_s: float) -> _Wait:
+    return _Wait("", lambda: "the loop computes, or waits for other ranks", due_s)
 
 
 class RunLog(Observer):
@@ -98,62 +108,50 @@ class RunLog(Observer):
 
     def __init__(self, world_size: int, rank: int, folder: RunFolder | None) -> None:
         self._world_size = world_size
-        self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
-        self._stop_folder: RunFolder | None = None
-        self.log: RecordWriter | None = None
-        self._is_local = folder is not None and isinstance(
-            folder[0], pyarrow.fs.LocalFileSystem
-        )
-        if self._is_local:
-            self._status_every_s = _STATUS_S
-        else:
-            self._status_every_s = _STATUS_REMOTE_S
-        self._step = 0
-        self._step_at = time.time()
-        self._wait: _Wait | None = None
+        self._is_first = rank == 0
+        is_local = folder and isinstance(folder[0], pyarrow.fs.LocalFileSystem)
+        self._status_every_s = _STATUS_S if is_local else _STATUS_REMOTE_S
+        self._stop_every_s = 0.0 if is_local else _STOP_REMOTE_S
+        self._status_at = 0.0
+        self._stop_looked_at = 0.0
         self._shown: dict[str, Any] = {}
         self._looks: Repeating | None = None
-        self._told: _Wait | None = None  # the last one that was printed
-        self._due_s = self._status_at = self._stop_looked_at = 0.0
-        self.stop_requested: Callable[[], bool] = lambda: False
-        self.stops = False
-        self.keeps_stop = False
         self._supervisor = None
         self._num_events = 0
-
-    def obey(self, folder: RunFolder) -> None:
-        """Look for requests to stop in a run's folder."""
-        self.stop_requested = functools.partial(stop_requested, folder)
-        self._stop_folder = folder if self._is_first else None
+        self._wait = _own_work(math.inf)
+        self.step = 0
+        self.log: RecordWriter | None = None
+        self.stop_requested: Callable[[], bool] = lambda: False
+        if folder:
+            self.stop_requested = functools.partial(stop_requested, folder)
+        self.stops = False
+        self.keeps_stop = False
 
     def begin(
         self,
         validates: bool,
-        settings: Callable[[], dict[str, Any]],
+        described: Callable[[], dict[str, dict[str, Any]]],
         supervisor: Any,
-        stream: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
-            validates, settings, stream: see `RecordWriter`.
+            validates: see `RecordWriter`.
+            described: the stream's `settings` and `stream`, see `RecordWriter`.
             supervisor: handle of the stream's Supervisor, if it has one.
         """
         self.closed()
         if self._folder:
-            of_run = settings()
-            described = stream()
-            self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
+            of_run = described()
+            self._shown = {
+                "begun": time.time(),
+                "to_step": of_run["settings"]["to_step"],
+            }
             self.log = RecordWriter(
-                self._folder,
-                self.step,
-                self._world_size,
-                validates,
-                of_run,
-                described,
+                self._folder, self.step, self._world_size, validates, **of_run
             )
-            for sentence in rewritten(self.log.earlier, described):
+            for sentence in rewritten(self.log.earlier, of_run.get("stream", {})):
                 logger.warning("%s", sentence)
         self.opened(supervisor)
 
@@ -185,29 +183,20 @@ class RunLog(Observer):
             print_progress(logger, line, step=self.step, kind=kind, **printed)
 
     def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
-        self._begin_wait(name, cause, is_batch=True)
-
-    def arrived(self, split: Split) -> None:
-        self._end_wait()
-
-    def failed(self) -> None:
-        self._end_wait()
+        self._begin_wait(name, cause)
 
     def saving(self, cause: Callable[[], str]) -> None:
-        self._begin_wait("the checkpoint", cause)
+        self._begin_wait(_CHECKPOINT, cause)
 
-    def saved(self) -> None:
-        self._end_wait()
-
-    def _begin_wait(
-        self, name: str, cause: Callable[[], str], is_batch: bool = False
-    ) -> None:
+    def _begin_wait(self, name: str, cause: Callable[[], str]) -> None:
         """The loop waits. A line now and then names what it waits for, and the cause."""
         self._begin_looking()
-        self._wait = _Wait(name, cause, time.time(), is_batch)
+        self._wait = _Wait(name, cause, _FIRST_TOLD_S)
 
-    def _end_wait(self) -> None:
-        self._wait = _Wait("", _loop_computes, time.time())
+    def _end_wait(self, split: Split | None = None) -> None:
+        self._wait = _own_work(_FIRST_TOLD_S)
+
+    arrived = failed = saved = _end_wait
 
     def sync(self) -> None:
         """Make what was written so far visible at the run's address."""
@@ -217,9 +206,7 @@ class RunLog(Observer):
     def waited_s(self) -> float:
         """Return for how long the loop has waited for a batch; 0 = it does not."""
         wait = self._wait
-        if wait and wait.is_batch:
-            return time.time() - wait.since
-        return 0.0
+        return time.time() - wait.since if wait.name not in ("", _CHECKPOINT) else 0.0
 
     def _begin_looking(self) -> None:
         if self._is_first and self._looks is None:
@@ -234,14 +221,9 @@ class RunLog(Observer):
 
     def _look_for_stop(self, now: float) -> None:
         """Look for a request to stop, if due; storage that fails is asked again."""
-        if not self.stops and (
-            self._is_local or now - self._stop_looked_at >= _STOP_REMOTE_S
-        ):
+        if not self.stops and now - self._stop_looked_at >= self._stop_every_s:
             self._stop_looked_at = now
-            with (
-                contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                without_retries(),
-            ):
+            with tried_once():
                 self.stops = self.stop_requested()
 
     def answer_stop(self) -> None:
@@ -249,47 +231,46 @@ class RunLog(Observer):
         self._change_request(answer_stop)
 
     def _change_request(self, change: Callable[[RunFolder], None]) -> None:
-        if self._stop_folder and self.stops:
+        if self._folder and self.stops:
             # if the disk is full, the checkpoint raises
             with contextlib.suppress(pa.ArrowException, OSError, RaypipeError):
-                change(self._stop_folder)
+                change(self._folder)
 
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""
         wait = self._wait
-        if wait is not self._told:
-            self._told = wait
-            self._due_s = _FIRST_TOLD_S
+        waited_s = now - wait.since
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
-        if wait and (wait.name or self.log) and now - wait.since >= self._due_s:
-            self._due_s = 2 * (now - wait.since)
-            print_progress(logger, wait.told(now))
+        if (wait.name or self.log) and waited_s >= wait.due_s:
+            wait.due_s = 2 * waited_s
+            print_progress(logger, wait.told(waited_s))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
-            self._write_status(now, wait)
+            self._write_status(now, self._status_every_s)
 
-    def _write_status(
-        self, now: float, wait: _Wait | None, ended: bool = False
-    ) -> None:
-        """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
-        assert self._folder
+    def _write_status(self, now: float, every_s: float) -> None:
+        """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age.
+
+        Args:
+            every_s: seconds until the next time; 0 = there is none.
+        """
+        if self.log is None or self._folder is None:
+            return
+        wait = self._wait
         status = {
             "time": now,
-            "every_s": 0 if ended else self._status_every_s,
+            "every_s": every_s,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "workers": self._world_size,
             "step": self._step,
             "step_at": self._step_at,
             **self._shown,
-            "waits_for": wait.name if wait else "",
-            "whom": wait.cause() if wait and wait.name else "",
-            "since": wait.since if wait else now,
+            "waits_for": wait.name,
+            "whom": wait.cause() if wait.name else "",
+            "since": wait.since,
         }
-        with (
-            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-            without_retries(),
-        ):
+        with tried_once():
             write_file(self._folder, STATUS, json.dumps(status))
 
     def awaited(self, supervisor: Any) -> str:
@@ -317,8 +298,8 @@ class RunLog(Observer):
             self._looks = None
         self._tell_events(_ANSWER_S)
         self._supervisor = None
-        if self.log:
-            self._write_status(time.time(), None, ended=True)
+        self._wait = _own_work(math.inf)
+        self._write_status(time.time(), 0)
 
     def closed(self) -> None:
         """Write the last events, and end the record."""

@@ -97,7 +97,7 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         "40 of 90",
     )
     with lease(tmp_path.as_uri()):
-        run_log.begin(False, lambda: {"to_step": 90}, None)
+        run_log.begin(False, lambda: {"settings": {"to_step": 90}}, None)
         run_log.step = 40
         trained = ("epoch", "images_per_s", "gpu_utilization", *shares)
         run_log.recorded("train", "", {name: expected[name] for name in trained})

@@ -27,7 +27,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.streaming.bad_samples import BadSample, record_bad
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record.digest_log import sum_of
+from raypipe.streaming.record.digest_log import count_of
 from raypipe.streaming.spec import StreamSpec
 
 STEPS = 3
@@ -188,8 +188,7 @@ def redone(*changes: Change) -> Change:
         for change in changes:
             change(run)
         for path in (run / "digests").glob("*.jsonl"):
-            lines = path.read_bytes().splitlines()
-            count = json.dumps([len(lines), sum_of(lines)])
+            count = json.dumps(count_of(path.read_bytes().splitlines()))
             path.with_suffix(".json").write_text(count)
 
     return forge

@@ -282,7 +282,7 @@ def test_a_sample_that_only_the_run_could_not_read_is_left_out_again(
     assert (
         [row["index"] for row in rows]
         == made.index.tolist()
-        != replay.draws(place).drawn.tolist()
+        != replay.plan.indices(place).tolist()
     )
     assert rows[2]["bad"] == "it killed its actor"
     assert raypipe.replay(tmp_path / "run")[2, 1].index.tolist() == made.index.tolist()

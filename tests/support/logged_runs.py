@@ -86,7 +86,7 @@ def run_logged(
         train_all(logging_loader(spec, run, rank, world_size, **options))
 
 
-def record_of(plan: str, run: Path, epoch: int = 0) -> EpochRecord:
-    """The record of an epoch under a plan, by its fingerprint."""
+def record_of(run: Path, epoch: int = 0) -> EpochRecord:
+    """The record of an epoch."""
     filesystem, path = open_filesystem(run.as_uri())
-    return read_epoch((filesystem, f"{path}/{DIGESTS}"), epoch, plan)
+    return read_epoch((filesystem, f"{path}/{DIGESTS}"), epoch)

@@ -21,9 +21,6 @@ from raypipe.section import Section
 from raypipe.transform.albumentations import described
 from raypipe.transform.transform_steps import albumentations
 
-RecordedValue = dict[str, Any] | list[Any] | str | int | float | bool | None
-"""A value in a run's record."""
-
 
 def recorded(value: Any) -> Any:
     """Return a value as its entry in a run's record."""
@@ -46,23 +43,19 @@ def recorded(value: Any) -> Any:
     return {"object": type(value).__name__}
 
 
-def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None) -> Any:
+def restored(entry: Any, name: str, trusts: bool, section: Any = None) -> Any:
     """Return the value of an entry.
 
     Args:
         entry: from `recorded`.
         name: name of the argument, for errors.
         trusts: whether the code that it names may run.
-        section: the class of an entry that is a section of the settings.
+        section: the class of an argument that is a section of the settings; None = it is none.
 
     Raises:
         ConfigError: it cannot be made again from the record, or its code cannot be imported or is not trusted.
     """
-    if isinstance(entry, list):
-        return [restored(item, name, trusts) for item in entry]
-    if not isinstance(entry, dict):
-        return entry
-    if "settings" in entry:
+    if section and entry is not None:
         fields = entry["settings"].items()
         return section(
             **{
@@ -70,6 +63,10 @@ def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None)
                 for field, item in fields
             }
         )
+    if isinstance(entry, list):
+        return [restored(item, name, trusts) for item in entry]
+    if not isinstance(entry, dict):
+        return entry
     if "map" in entry:
         return {key: restored(item, name, trusts) for key, item in entry["map"]}
     if "import" in entry:

@@ -12,7 +12,6 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -34,7 +33,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split_address,
 )
-from raypipe.storage.retries import without_retries
+from raypipe.storage.retries import tried_once
 
 if TYPE_CHECKING:
     from raypipe.metrics.records import RunFolder
@@ -152,14 +151,11 @@ def write_checkpoint(
             write_files((filesystem, folder), cursor, state, metrics, described)
             sync_folder(filesystem, path)
         except BaseException:
-            with contextlib.suppress(pa.ArrowException, OSError), without_retries():
+            with tried_once():
                 filesystem.delete_dir(folder)
             raise
-    with (
-        contextlib.suppress(pa.ArrowException, OSError),
-        without_retries(),
-    ):
-        # tried again at the next one
+    with tried_once():
+        # again at the next one
         # A checkpoint of a later place, which a resume has passed over, stays.
         for older in _names(run_uri):
             if _place(older) <= _place(name) and older not in (name, before):

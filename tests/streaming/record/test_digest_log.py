@@ -27,7 +27,6 @@ from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.record.digest_log import (
     DigestLog,
-    EpochRecord,
     read_epoch,
     recorded_files,
 )
@@ -43,10 +42,6 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
     return spec_of(stores["train"], stores["val"], plan=plan)
 
 
-def recorded(spec: StreamSpec, run: Path, epoch: int = 0) -> EpochRecord:
-    return record_of(spec.plan.order_fingerprint, run, epoch)
-
-
 def lines_of(run: Path) -> list[dict[str, str]]:
     files = sorted((run / "digests").glob("*.jsonl"))
     return [
@@ -58,7 +53,7 @@ def test_the_root_is_of_the_streams_hashes(spec: StreamSpec, tmp_path: Path) -> 
     run_logged(spec, tmp_path)
     of_epoch = [batch for batch in host_batches(spec) if batch.position.epoch == 1]
     hashes = {batch.position: batch_hash(batch).hex() for batch in of_epoch}
-    record = recorded(spec, tmp_path, epoch=1)
+    record = record_of(tmp_path, epoch=1)
     found = {place: each.stream for place, each in record.recorded.items()}
     assert found == hashes and len(hashes) == PER_EPOCH
 
@@ -72,7 +67,7 @@ def test_one_rank_and_two_give_one_root_with_device_augmentation(
         run = tmp_path / str(world_size)
         run_logged(spec, run, world_size, augment=augment)
         assert len(list((run / "digests").iterdir())) == 4 * world_size
-        roots.append([recorded(spec, run, epoch).root for epoch in range(2)])
+        roots.append([record_of(run, epoch).root for epoch in range(2)])
     assert roots[0] == roots[1] and roots[0][0] != roots[0][1]
 
 
@@ -98,15 +93,15 @@ def test_a_killed_run_that_goes_on_with_two_ranks_has_the_same_root(
         record.write('{"micro_batch": "train-e0000-s0000')
     run_logged(spec, resumed, 2, cursor=Cursor.from_dict(state))
     for number in range(2):
-        expected, found = (recorded(spec, run, number) for run in (whole, resumed))
+        expected, found = (record_of(run, number) for run in (whole, resumed))
         assert found.root == expected.root and len(found.recorded) == PER_EPOCH
 
 
-def test_what_is_no_line_of_this_plans_record_does_not_count(
+def test_what_is_no_line_of_a_rank_does_not_count(
     spec: StreamSpec, tmp_path: Path
 ) -> None:
     run_logged(spec, tmp_path)
-    expected = recorded(spec, tmp_path)
+    expected = record_of(tmp_path)
     place = '"micro_batch": "train-e0000-s000000-m000"'
     foreign = [
         "[1, 2]",
@@ -114,30 +109,30 @@ def test_what_is_no_line_of_this_plans_record_does_not_count(
         f'{{{place}, "hash": "g"}}',
         f'{{{place}, "hash": 5}}',
         '{"micro_batch": "train-e0001-s000000-m000", "hash": "' + "0" * 32 + '"}',
-        '{"kind": "start", "plan": "another"}',
+        '{"kind": "start", "seal": "another"}',
         f'{{{place}, "hash": "{"0" * 32}"}}',
     ]
     file = next((tmp_path / "digests").glob("epoch-0000-*.jsonl"))
     with file.open("a") as record:
         record.write("\n".join(foreign) + "\n" + f'{{{place}, "hash": "{"1" * 32}"}}')
-    found = recorded(spec, tmp_path)
+    found = record_of(tmp_path)
     assert found.recorded == expected.recorded and found.damaged == [file.stem]
 
 
-def test_of_two_hashes_of_one_place_the_newest_starts_counts(
+def test_of_two_hashes_of_one_place_the_newest_files_counts(
     spec: StreamSpec, tmp_path: Path
 ) -> None:
     run_logged(spec, tmp_path)
     (place,) = [MicroBatchId("train", 0, 1, 2)]
-    start = {"kind": "start", "plan": spec.plan.order_fingerprint}
-    for number, time in enumerate((1e12, 1.0)):  # files are read in the order of ranks
+    start = {"kind": "start"}
+    for number, time in enumerate(("f" * 16, "f" * 9)):  # of microseconds, hexadecimal
         lines = [
-            json.dumps({**start, "time": time}),
+            json.dumps(start),
             json.dumps({"micro_batch": str(place), "hash": str(number) * 32}),
         ]
-        path = tmp_path / f"digests/epoch-0000-rank-000{number + 1}-a.jsonl"
+        path = tmp_path / f"digests/epoch-0000-rank-000{number + 1}-{time}.jsonl"
         path.write_text("\n".join(lines) + "\n")
-    assert recorded(spec, tmp_path).recorded[place].stream == "0" * 32
+    assert record_of(tmp_path).recorded[place].stream == "0" * 32
 
 
 def test_a_file_in_object_storage_is_continued(
@@ -159,9 +154,8 @@ def test_a_file_in_object_storage_is_continued(
     files = recorded_files((elsewhere, "run/digests"))
     assert [of_file for *of_file, _ in files] == [[0, 0], [0, 0], [1, 0]]
     for epoch in range(2):
-        fingerprint = spec.plan.order_fingerprint
-        found = read_epoch((elsewhere, "run/digests"), epoch, fingerprint)
-        assert found.root == recorded(spec, whole, epoch).root
+        found = read_epoch((elsewhere, "run/digests"), epoch)
+        assert found.root == record_of(whole, epoch).root
         assert found.damaged == []
 
 
@@ -172,7 +166,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
     with caplog.at_level(logging.WARNING):
         batches = train_all(logging_loader(spec, tmp_path))
     assert len(batches) == 2 * PER_EPOCH
-    warnings = [text for text in caplog.messages if "cannot be recorded" in text]
+    warnings = [text for text in caplog.messages if "cannot be written" in text]
     assert len(warnings) == 1 and "its record has gaps" in warnings[0]
 
 
@@ -183,7 +177,7 @@ def test_an_own_loop_records_into_its_run_folder(
         batch = next(iter(next(loader.epochs()).train))
         loader.checkpoint()
     assert len(batch.stream_hash) == 16
-    (hashes,) = recorded(spec, tmp_path).recorded.values()
+    (hashes,) = record_of(tmp_path).recorded.values()
     assert hashes[:2] == (batch.stream_hash.hex(), batch.finished_hash.hex())
     with raypipe.loader(spec, run_dir=tmp_path / "without") as loader:
         assert next(iter(next(loader.epochs()).train)).stream_hash == b""

@@ -94,7 +94,7 @@ def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
 
     run_log = RunLog(1, 0, open_filesystem(tmp_path.as_uri()))
     run_log.stop_requested = look
-    run_log.begin(False, lambda: {"to_step": 1}, None)
+    run_log.begin(False, lambda: {"settings": {"to_step": 1}}, None)
     until(lambda: len(looks) > 4)
     assert not run_log.stops and set(looks) == {"raypipe-waiting"}
     request_stop(tmp_path.as_uri())

@@ -201,9 +201,14 @@ def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[
         if is_here:
             folder = stack.enter_context(shards_folder(dst))
             settings = replace(settings, dst=str(folder))
+        found = samples.shards(shards, num_cpus)
+        if isinstance(found, list) and found:
+            # a few tasks leave CPUs to each other's threads
+            num_threads = max(1, num_cpus // len(found))
+            settings = replace(settings, num_threads=num_threads)
         calls = (
             (rows, first, number, settings)
-            for number, (first, rows) in enumerate(samples.shards(shards, num_cpus))
+            for number, (first, rows) in enumerate(found)
         )
         for report in run_tasks(
             "the copy", is_here, write_shard, calls, samples.num_samples, num_cpus

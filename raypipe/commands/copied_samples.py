@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 # Many tasks write those of a Dataset at a time, and all are in memory.
 DATASET_SHARD_BYTES = 256 << 20
 
-Shards = Iterator[tuple[int, Callable[[], Iterator[ColumnValues]]]]
-"""The index of each shard's first sample, and a function that a task calls for its samples."""
+Shards = Iterable[tuple[int, Callable[[], Iterator[ColumnValues]]]]
+"""The index of each shard's first sample, and a function that a task calls for its samples. A list, unless their
+number shows at the end."""
 
 
 class Samples(NamedTuple):
@@ -117,8 +118,10 @@ def store_samples(store: Store, has_label: bool) -> Samples:
         if not num:
             num_bytes = len(store) * mean_image_bytes(store)
             num = num_shards(len(store), num_bytes, num_cpus)
-        for start, stop in itertools.pairwise(_bounds(len(store), num)):
-            yield start, partial(samples_in, store, names, start, stop)
+        return [
+            (start, partial(samples_in, store, names, start, stop))
+            for start, stop in itertools.pairwise(_bounds(len(store), num))
+        ]
 
     return Samples(
         store.address,
@@ -208,7 +211,7 @@ def block_shards(
     num: int,
     num_cpus: int,
 ) -> Shards:
-    """Return an iterator of the shards of blocks.
+    """Return the shards of blocks.
 
     All blocks are in Ray's memory first, unless they are more than a shard and the number of shards is free.
     """
@@ -225,7 +228,7 @@ def block_shards(
                 size = max(1, num_rows * shard_bytes // num_bytes)
                 return _cut(itertools.chain(gathered, blocks), repeat(size))
     bounds = _bounds(num_rows, num or num_shards(num_rows, 0, num_cpus))
-    return _cut(iter(gathered), np.diff(bounds).tolist())
+    return list(_cut(iter(gathered), np.diff(bounds).tolist()))
 
 
 def _cut(blocks: Iterator[Block], sizes: Iterable[int]) -> Shards:

@@ -55,6 +55,7 @@ class CopySettings:
         numbers: the number among `classes` of each label of the source; None = the same.
         columns: all columns of the copy, with their types.
         sized: which of SIZE_COLUMNS are made from the images, and not read.
+        num_threads: threads of a task that make images.
     """
 
     sizes: bool = True
@@ -70,6 +71,7 @@ class CopySettings:
     numbers: Sequence[int] | None = None
     columns: dict[str, str] = field(default_factory=dict)
     sized: tuple[str, ...] = ()
+    num_threads: int = 1
 
     def of_columns(self, columns: dict[str, str]) -> CopySettings:
         """Return the settings for a source of these columns, to which those of sizes are added."""
@@ -195,9 +197,10 @@ def _made(
     do = partial(make, settings=settings, layout=layout)
     are_copied = not settings.short_side and not settings.seekable
     if are_copied and isinstance(chunk[0], Mapping):
-        first = chunk[0].get("image")
-        are_copied = not isinstance(first, np.ndarray)
-    return list(map(do, chunk)) if are_copied else in_threads(do, chunk)
+        are_copied = not isinstance(chunk[0].get("image"), np.ndarray)
+    if are_copied or settings.num_threads == 1:
+        return list(map(do, chunk))
+    return in_threads(do, chunk, settings.num_threads)
 
 
 def make(

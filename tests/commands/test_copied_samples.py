@@ -47,7 +47,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         function: Callable[..., Iterator[Any]],
         calls: Iterable[tuple[Any, ...]],
         *others: object,
-        **options: object,
     ) -> Iterator[Any]:
         for arguments in calls:
             yield from function(*pickle.loads(pickle.dumps(arguments)))
@@ -57,7 +56,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "connect", lambda: None)
     monkeypatch.setattr(ray, "put", lambda table: table)
     monkeypatch.setattr(ray, "get", lambda table: table)
-    monkeypatch.setattr(ray, "cluster_resources", dict)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
-from raypipe.importing import loaded_module
 from raypipe.storage.filesystem import (
     check_lasting,
     is_remote,
     open_filesystem,
     split_address,
 )
-from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import ColumnValues, Store
-from raypipe.stores.sources import Asked, Source, open_source
 
 if TYPE_CHECKING:
     import ray.data
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from raypipe.commands.copied_samples import Samples
     from raypipe.commands.copies import CopySettings, Report
 
-# Ray Data's tasks are tried as often
-_RETRIES = 3
 _QUALITY = 90
 
 
@@ -152,6 +147,7 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
+    from raypipe.commands.copied_samples import samples_of
     from raypipe.commands.copies import CopySettings
     from raypipe.rayext.cluster import connect
     from raypipe.stores.plain_columns import column_types
@@ -170,17 +166,13 @@ def convert(
         classes=None if classes is None else tuple(classes),
     )
     _check_arguments(dst, shards, settings)
-    opened = _opened(src, image_column, target_column, trust_pickles)
-    with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
-        samples = _samples_of(opened, src, has_label=bool(target_column))
+    with _destination(dst, overwrite) as (folder, finished):
+        samples = samples_of(src, image_column, target_column, trust_pickles)
         types = column_types(samples.first, samples.name, short_side)
         settings = replace(settings.of_columns(types), source=samples.name, dst=folder)
         settings = _named(settings, samples)
         connect()
-        reports = _written(samples, settings, shards)
-        if is_remote(dst) and not is_remote(folder):
-            reports = _uploaded(reports, Path(folder), dst)
-        return _counted(reports, settings, finished)
+        return _counted(_written(samples, settings, shards), settings, finished)
 
 
 def _named(settings: CopySettings, samples: Samples) -> CopySettings:
@@ -189,64 +181,45 @@ def _named(settings: CopySettings, samples: Samples) -> CopySettings:
 
     classes = settings.classes
     if classes is None:
-        return replace(settings, classes=samples.classes)
+        stored = samples.classes if "label" in settings.columns else None
+        return replace(settings, classes=stored)
     are_classes = settings.columns.get("label") == "int64"
     numbers = class_numbers(samples.name, are_classes, samples.classes, classes)
     return replace(settings, numbers=numbers)
 
 
 def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[Report]:
-    """Return an iterator of the reports of the tasks, each of which writes a shard."""
-    from raypipe.commands.copies import write_shard
+    """Yield the reports of the tasks, each of which writes a shard."""
+    from raypipe.commands.copies import shards_folder, write_shard
     from raypipe.commands.tasks import count_cpus, run_tasks
-
-    is_here = samples.are_here or not is_remote(settings.dst)
-    num_cpus = count_cpus("the copy", is_here)
-    calls = (
-        (rows, first, number, settings)
-        for number, (first, rows) in enumerate(
-            samples.shards(settings, shards, num_cpus)
-        )
-    )
-    return run_tasks(
-        "the copy",
-        is_here,
-        write_shard,
-        calls,
-        samples.num_samples,
-        num_cpus,
-        retries=0 if samples.are_here else _RETRIES,
-    )
-
-
-def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Report]:
-    """Upload the finished shards of a folder: this process has the credentials of who called."""
     from raypipe.stores.destination import put_shard
 
-    for report in reports:
-        if report.shard:
-            number, name = report.shard
-            file = folder / str(name)
-            report = report._replace(shard=(number, put_shard(file, dst, number)))
-            file.unlink()
-        yield report
-
-
-def _samples_of(opened: Any, src: Any, has_label: bool) -> Samples:
-    """Return what is copied; raise StoreError if it has no samples."""
-    from raypipe.commands.copied_samples import (
-        dataset_samples,
-        source_samples,
-        store_samples,
-    )
-
-    if isinstance(opened, Store):
-        return store_samples(opened, has_label)
-    if _is_dataset(opened):
-        return dataset_samples(opened)
-    source = opened if isinstance(opened, Source) else Source(iter(opened))
-    name = str(src) if isinstance(src, str | Path) else "the source"
-    return source_samples(source, name)
+    dst = settings.dst
+    is_here = not samples.is_anywhere or not is_remote(dst)
+    num_cpus = count_cpus("the copy", is_here)
+    with contextlib.ExitStack() as stack:
+        if is_here:
+            folder = stack.enter_context(shards_folder(dst))
+            settings = replace(settings, dst=str(folder))
+        found = samples.shards(shards, num_cpus)
+        if isinstance(found, list) and found:
+            # a few tasks leave CPUs to each other's threads
+            num_threads = max(1, num_cpus // len(found))
+            settings = replace(settings, num_threads=num_threads)
+        calls = (
+            (rows, first, number, settings)
+            for number, (first, rows) in enumerate(found)
+        )
+        for report in run_tasks(
+            "the copy", is_here, write_shard, calls, samples.num_samples, num_cpus
+        ):
+            if report.shard and is_here and is_remote(dst):
+                # this process has the credentials of who called
+                number, name = report.shard
+                file = folder / name
+                report = report._replace(shard=(number, put_shard(file, dst, number)))
+                file.unlink()
+            yield report
 
 
 def _counted(
@@ -306,23 +279,13 @@ def _check_arguments(dst: str, shards: int, settings: CopySettings) -> None:
 
 
 @contextlib.contextmanager
-def _destination(
-    dst: str, overwrite: bool, uploads_anywhere: bool
-) -> Iterator[tuple[str, list[Any]]]:
-    """Context manager: where shards are written, and a list of them, which become the new store, or none does.
-
-    Args:
-        uploads_anywhere: whether the tasks of any node upload to a URI, not this process.
-    """
-    from raypipe.commands.copies import shards_folder
+def _destination(dst: str, overwrite: bool) -> Iterator[tuple[str, list[Any]]]:
+    """Context manager: where shards are written, and a list of them, which become the new store, or none does."""
     from raypipe.stores.destination import new_path, new_remote
 
     if is_remote(dst):
-        with new_remote(dst, overwrite) as shards, contextlib.ExitStack() as stack:
-            if uploads_anywhere:
-                yield dst, shards
-            else:
-                yield str(stack.enter_context(shards_folder(dst))), shards
+        with new_remote(dst, overwrite) as shards:
+            yield dst, shards
         return
     with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
         partial.mkdir()
@@ -330,34 +293,3 @@ def _destination(
         yield str(partial), names
         for number, name in enumerate(names):
             (partial / name).rename(partial / f"{number:05d}{partial.suffix}")
-
-
-def _opened(
-    src: Any, image_column: str, target_column: str, trust_pickles: bool
-) -> Any:
-    """Return what there is to be copied: a store, a source, samples or a Dataset.
-
-    Raises:
-        ConfigError: columns are named for something other than an address.
-    """
-    if isinstance(src, str | Path):
-        source = open_source(src, Asked(image_column, target_column))
-        if source and trust_pickles:
-            raise ConfigError(
-                f"trust_pickles has no effect on {src}: it is for an LMDB; leave it out"
-            )
-        return source or open_store(
-            src, **store_options(image_column, target_column, trust_pickles)
-        )
-    if options := store_options(image_column, target_column, trust_pickles):
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ConfigError(
-            f"{given} are for an address, not for a {type(src).__name__}: give them to raypipe.open_store, or "
-            "rename the columns of the samples"
-        )
-    return src
-
-
-def _is_dataset(src: object) -> bool:
-    library = loaded_module("ray.data")
-    return library is not None and isinstance(src, library.Dataset)

@@ -1,17 +1,18 @@
 """The samples that `convert` copies, cut into the rows of shards.
 
 a store             → ranges, which tasks read
-samples, a format   → this process reads a chunk at a time, and its threads make it     → blocks in Ray's
-a Dataset           → its own execution makes them, on any node                           memory
+samples, a format   → this process reads a chunk at a time    → blocks in Ray's memory, which tasks read
+a Dataset           → its own execution, on any node
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,21 +24,19 @@ from rich.progress import Progress
 from raypipe.commands.copies import (
     CHUNK,
     SHARD_BYTES,
-    CopySettings,
-    Made,
-    make,
+    image_of,
     num_shards,
     samples_in,
-    with_encoded_image,
 )
-from raypipe.errors import StoreError
+from raypipe.errors import ConfigError, StoreError
+from raypipe.importing import loaded_module
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import cause_of
-from raypipe.storage.retries import in_threads
+from raypipe.stores import open_store, store_options
 from raypipe.stores.arrow_values import array_of
 from raypipe.stores.base import NAME, Columns, ColumnValues, Store
 from raypipe.stores.scan import mean_image_bytes, scan
-from raypipe.stores.sources import Source
+from raypipe.stores.sources import Asked, Source, open_source
 from raypipe.stores.sources.format_source import MAX_CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -46,8 +45,9 @@ if TYPE_CHECKING:
 # Many tasks write those of a Dataset at a time, and all are in memory.
 DATASET_SHARD_BYTES = 256 << 20
 
-Shards = Iterator[tuple[int, partial[Iterator[Made]]]]
-"""The index of each shard's first sample, and a function that a task calls for its rows."""
+Shards = Iterable[tuple[int, Callable[[], Iterator[ColumnValues]]]]
+"""The index of each shard's first sample, and a function that a task calls for its samples. A list, unless their
+number shows at the end."""
 
 
 class Samples(NamedTuple):
@@ -56,29 +56,53 @@ class Samples(NamedTuple):
     Attributes:
         name: for errors.
         first: column → its first values, which decide its type.
-        shards: settings, the number of shards, 0 = by their size, and the number of CPUs → the shards.
-        are_here: whether only tasks of this node have them.
+        shards: the number of shards, 0 = by their size, and the number of CPUs → the shards.
+        is_anywhere: whether any node may read them, and write to a URI.
         classes, num_samples: see `Source`.
     """
 
     name: str
     first: Mapping[str, Any]
-    shards: Callable[[CopySettings, int, int], Shards]
-    are_here: bool
+    shards: Callable[[int, int], Shards]
+    is_anywhere: bool = False
     classes: tuple[str, ...] | None = None
     num_samples: int | None = None
 
 
+def samples_of(
+    src: Any, image_column: str, target_column: str, trust_pickles: bool
+) -> Samples:
+    """Return what `convert` copies, by its arguments.
+
+    Raises:
+        StoreError: there are no samples.
+        ConfigError: columns are named for something other than an address.
+    """
+    options = store_options(image_column, target_column, trust_pickles)
+    if isinstance(src, str | Path):
+        source = open_source(src, Asked(image_column, target_column))
+        if source is None:
+            return store_samples(open_store(src, **options), bool(target_column))
+        if trust_pickles:
+            raise ConfigError(
+                f"trust_pickles has no effect on {src}: it is for an LMDB; leave it out"
+            )
+        return source_samples(source, str(src))
+    if options:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ConfigError(
+            f"{given} are for an address, not for a {type(src).__name__}: give them to raypipe.open_store, or "
+            "rename the columns of the samples"
+        )
+    if isinstance(src, Store):
+        return store_samples(src, has_label=True)
+    library = loaded_module("ray.data")
+    if library is not None and isinstance(src, library.Dataset):
+        return dataset_samples(src)
+    return source_samples(Source(iter(src)), "the source")
+
+
 # A store
-
-
-def store_rows(
-    store: Store, first: int, stop: int, settings: CopySettings
-) -> Iterator[Made]:
-    """Read and make samples first … stop - 1 of a store."""
-    names = [name for name in settings.columns if name not in settings.sized]
-    for sample in samples_in(store, names, first, stop):
-        yield make(sample, settings)
 
 
 def store_samples(store: Store, has_label: bool) -> Samples:
@@ -90,16 +114,22 @@ def store_samples(store: Store, has_label: bool) -> Samples:
     names = tuple(name for name in store.schema.names if are_kept.get(name, True))
     first = store.read(np.arange(min(len(store), CHUNK)), names)
 
-    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
+    def shards(num: int, num_cpus: int) -> Shards:
         if not num:
             num_bytes = len(store) * mean_image_bytes(store)
             num = num_shards(len(store), num_bytes, num_cpus)
-        for start, stop in itertools.pairwise(_bounds(len(store), num)):
-            yield start, partial(store_rows, store, start, stop, settings)
+        return [
+            (start, partial(samples_in, store, names, start, stop))
+            for start, stop in itertools.pairwise(_bounds(len(store), num))
+        ]
 
-    values = with_later(store, first)
-    classes = store.classes if has_label else None
-    return Samples(store.address, values, shards, True, classes, len(store))
+    return Samples(
+        store.address,
+        with_later(store, first),
+        shards,
+        classes=store.classes if has_label else None,
+        num_samples=len(store),
+    )
 
 
 def _bounds(num_samples: int, num: int) -> list[int]:
@@ -139,29 +169,39 @@ def with_later(store: Store, first: Columns) -> dict[str, Any]:
 
 
 class Block(NamedTuple):
-    """Rows of a table in Ray's memory.
+    """Samples in Ray's memory.
 
     Attributes:
-        table: a reference to it; its columns are the fields of `Made`.
-        num_bytes: size of the whole table.
-        num: how many rows.
+        samples: a reference to a list of them, or to a block of a Dataset.
+        num_bytes: size of all that it refers to.
+        num: how many of them.
         start: the first one.
     """
 
-    table: Any
+    samples: Any
     num_bytes: int
     num: int
     start: int = 0
 
 
-def block_rows(blocks: Iterable[Block]) -> Iterator[Made]:
-    """Yield the rows of blocks."""
+def samples_in_blocks(blocks: Iterable[Block]) -> Iterator[ColumnValues]:
+    """Yield the samples of blocks."""
     import ray
 
     for block in blocks:
-        table = ray.get(block.table).slice(block.start, block.num)
-        columns = table.to_pydict()
-        yield from map(Made, *(columns[name] for name in Made._fields))
+        samples = ray.get(block.samples)
+        stop = block.start + block.num
+        if isinstance(samples, list):
+            yield from samples[block.start : stop]
+        else:
+            yield from _rows_of_dataset(samples, block.start, stop)
+
+
+def _rows_of_dataset(block: Any, start: int, stop: int) -> Iterator[ColumnValues]:
+    from ray.data.block import BlockAccessor
+
+    part = BlockAccessor.for_block(block).slice(start, stop)
+    return BlockAccessor.for_block(part).iter_rows(public_row_format=True)
 
 
 def block_shards(
@@ -171,7 +211,7 @@ def block_shards(
     num: int,
     num_cpus: int,
 ) -> Shards:
-    """Return an iterator of the shards of blocks.
+    """Return the shards of blocks.
 
     All blocks are in Ray's memory first, unless they are more than a shard and the number of shards is free.
     """
@@ -188,11 +228,11 @@ def block_shards(
                 size = max(1, num_rows * shard_bytes // num_bytes)
                 return _cut(itertools.chain(gathered, blocks), repeat(size))
     bounds = _bounds(num_rows, num or num_shards(num_rows, 0, num_cpus))
-    return _cut(iter(gathered), np.diff(bounds).tolist())
+    return list(_cut(iter(gathered), np.diff(bounds).tolist()))
 
 
 def _cut(blocks: Iterator[Block], sizes: Iterable[int]) -> Shards:
-    """Yield the rows of shards of so many samples, as far as there are some."""
+    """Yield shards of so many samples, as far as there are some."""
     first = 0
     block = None
     for size in sizes:
@@ -206,18 +246,19 @@ def _cut(blocks: Iterator[Block], sizes: Iterable[int]) -> Shards:
             block = rest if rest.num else None
         if not rows:
             return
-        yield first, partial(block_rows, rows)
+        yield first, partial(samples_in_blocks, rows)
         first += size
 
 
-def _first_values(first: Sequence[ColumnValues], name: str) -> dict[str, list[Any]]:
+def _first_values(first: Iterable[ColumnValues], name: str) -> dict[str, list[Any]]:
     """Return the values of the first samples, by column; raise StoreError if there are none."""
-    if not first:
-        raise StoreError(f"{name} has no samples")
     values: dict[str, list[Any]] = {}
-    for sample in map(with_encoded_image, first):
+    for sample in first:
+        image = image_of(sample)
         for column, value in sample.items():
-            values.setdefault(column, []).append(value)
+            values.setdefault(column, []).append(image if column == "image" else value)
+    if not values:
+        raise StoreError(f"{name} has no samples")
     return values
 
 
@@ -230,24 +271,23 @@ def source_samples(source: Source, name: str) -> Samples:
     for column in source.arrays:
         values[column] = np.stack(values[column])
 
-    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
-        blocks = _blocks_of_samples(itertools.chain([first], chunks), settings)
+    def shards(num: int, num_cpus: int) -> Shards:
+        blocks = map(_block_of, itertools.chain([first], chunks))
         return block_shards(blocks, source.num_samples, SHARD_BYTES, num, num_cpus)
 
-    return Samples(name, values, shards, False, source.classes, source.num_samples)
+    return Samples(
+        name,
+        values,
+        shards,
+        classes=source.classes,
+        num_samples=source.num_samples,
+    )
 
 
-def _blocks_of_samples(
-    chunks: Iterable[list[ColumnValues]], settings: CopySettings
-) -> Iterator[Block]:
-    """Yield samples as blocks, which threads make."""
+def _block_of(chunk: list[ColumnValues]) -> Block:
     import ray
 
-    for chunk in chunks:
-        made = in_threads(partial(make, settings=settings), chunk)
-        columns = zip(*made, strict=True)
-        table = pa.table(dict(zip(Made._fields, columns, strict=True)))
-        yield Block(ray.put(table), table.nbytes, len(table))
+    return Block(ray.put(chunk), sum(map(_num_bytes, chunk)), len(chunk))
 
 
 def _chunks(samples: Iterable[ColumnValues]) -> Iterator[list[ColumnValues]]:
@@ -255,6 +295,11 @@ def _chunks(samples: Iterable[ColumnValues]) -> Iterator[list[ColumnValues]]:
     chunk: list[ColumnValues] = []
     num_bytes = 0
     for sample in samples:
+        # a memory view cannot be sent, and Pillow's images have no size in bytes
+        with contextlib.suppress(StoreError):
+            # the task says what is wrong
+            image = image_of(sample)
+            sample = {**sample, "image": image}
         chunk.append(sample)
         num_bytes += _num_bytes(sample)
         if len(chunk) == CHUNK or num_bytes >= MAX_CHUNK_BYTES:
@@ -268,44 +313,38 @@ def _chunks(samples: Iterable[ColumnValues]) -> Iterator[list[ColumnValues]]:
 def _num_bytes(sample: ColumnValues) -> int:
     """Return the bytes of a sample's image; 0 for what is not known to have any."""
     image = sample.get("image") if isinstance(sample, Mapping) else None
-    if isinstance(image, bytes | bytearray):
-        return len(image)
-    return int(getattr(image, "nbytes", 0))
+    if isinstance(image, np.ndarray):
+        return image.nbytes
+    return len(image) if isinstance(image, bytes) else 0
 
 
 def dataset_samples(dataset: ray.data.Dataset) -> Samples:
     """Return the rows of a Dataset, which keep the order of its columns."""
     connect()
     with _in_order(dataset.limit(CHUNK)) as head:
-        values = _first_values(list(head.iter_rows()), "the Dataset")
+        values = _first_values(head.iter_rows(), "the Dataset")
 
-    def shards(settings: CopySettings, num: int, num_cpus: int) -> Shards:
-        blocks = _blocks_of_dataset(dataset, settings)
+    def shards(num: int, num_cpus: int) -> Shards:
+        blocks = _blocks_of(dataset)
         return block_shards(blocks, None, DATASET_SHARD_BYTES, num, 1)
 
-    return Samples("the Dataset", values, shards, False)
+    return Samples("the Dataset", values, shards, is_anywhere=True)
 
 
-def _blocks_of_dataset(
-    dataset: ray.data.Dataset, settings: CopySettings
-) -> Iterator[Block]:
-    """Yield the rows of a Dataset in its order, as blocks that its execution makes."""
+def _blocks_of(dataset: ray.data.Dataset) -> Iterator[Block]:
+    """Yield the rows of a Dataset in its order."""
     import ray
 
-    with _in_order(dataset.map(partial(_made_row, settings=settings))) as copied:
+    with _in_order(dataset):
         try:
-            for bundle in copied.iter_internal_ref_bundles():
-                for table, facts in zip(
+            for bundle in dataset.iter_internal_ref_bundles():
+                for block, facts in zip(
                     bundle.block_refs, bundle.metadata, strict=True
                 ):
                     if facts.num_rows:
-                        yield Block(table, facts.size_bytes, facts.num_rows)
+                        yield Block(block, facts.size_bytes, facts.num_rows)
         except ray.exceptions.RayTaskError as error:
             raise cause_of(error) from None
-
-
-def _made_row(sample: ColumnValues, settings: CopySettings) -> dict[str, Any]:
-    return make(sample, settings)._asdict()
 
 
 @contextlib.contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from raypipe.kernel import is_seekable
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import make_cache_folder
+from raypipe.storage.retries import in_threads
 from raypipe.stores import open_store
 from raypipe.stores.base import ColumnValues, Store
 from raypipe.stores.destination import put_shard
@@ -54,6 +55,7 @@ class CopySettings:
         numbers: the number among `classes` of each label of the source; None = the same.
         columns: all columns of the copy, with their types.
         sized: which of SIZE_COLUMNS are made from the images, and not read.
+        num_threads: threads of a task that make images.
     """
 
     sizes: bool = True
@@ -69,11 +71,7 @@ class CopySettings:
     numbers: Sequence[int] | None = None
     columns: dict[str, str] = field(default_factory=dict)
     sized: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def layout(self) -> RecordLayout:
-        """Layout of the records."""
-        return RecordLayout(self.columns)
+    num_threads: int = 1
 
     def of_columns(self, columns: dict[str, str]) -> CopySettings:
         """Return the settings for a source of these columns, to which those of sizes are added."""
@@ -93,15 +91,11 @@ class Made(NamedTuple):
         record: see `raypipe.stores.record`.
         num_bytes: size of its image.
         has_size: whether the size of its image is known.
-        error: why there is no record.
-        is_bad: whether the error is the sample's, and it may be skipped.
     """
 
-    record: bytes = b""
-    num_bytes: int = 0
-    has_size: bool = False
-    error: str = ""
-    is_bad: bool = False
+    record: bytes
+    num_bytes: int
+    has_size: bool
 
 
 class Report(NamedTuple):
@@ -123,7 +117,10 @@ class Report(NamedTuple):
 
 
 def write_shard(
-    rows: Callable[[], Iterator[Made]], first: int, number: int, settings: CopySettings
+    rows: Callable[[], Iterator[ColumnValues]],
+    first: int,
+    number: int,
+    settings: CopySettings,
 ) -> Iterator[Report]:
     """A task: writes samples as a shard, yields what it did with each chunk, reads all back, and yields the shard.
 
@@ -136,18 +133,16 @@ def write_shard(
         StoreError: the shard differs from its samples when it is read back.
     """
     columns = settings.columns
-    num_written = 0
     with shards_folder(settings.dst) as folder:
         file = folder / f"{number:05d}{settings.suffix}"
         # a task that died may have left it
         file.unlink(missing_ok=True)
         with open_writer(file, columns, settings.classes) as writer:
-            numbered = enumerate(rows(), first)
-            while chunk := list(itertools.islice(numbered, CHUNK)):
-                report = _append(writer, chunk, settings)
-                num_written += report.samples - len(report.skipped)
-                yield report
-        if not num_written:
+            samples = rows()
+            while chunk := list(itertools.islice(samples, CHUNK)):
+                yield _append(writer, chunk, first, settings)
+                first += len(chunk)
+        if not writer.num_written:
             file.unlink()
             return
         if shard_fingerprint(file, columns) != writer.fingerprint:
@@ -172,59 +167,69 @@ def shards_folder(dst: str) -> Iterator[Path]:
 
 
 def _append(
-    writer: FileWriter, chunk: list[tuple[int, Made]], settings: CopySettings
+    writer: FileWriter, chunk: list[ColumnValues], first: int, settings: CopySettings
 ) -> Report:
-    """Write samples that have no error; raise the error of any other that is not skipped."""
-    written = []
+    """Make and write samples; raise the error of one that is not skipped."""
+    num_bytes = 0
+    without_size = 0
     skipped = []
-    for index, row in chunk:
-        if not row.error:
-            writer.append_record(row.record)
-            written.append(row)
+    for index, made in enumerate(_made(chunk, settings, writer.layout), first):
+        if isinstance(made, Made):
+            writer.append_record(made.record)
+            num_bytes += made.num_bytes
+            without_size += not made.has_size
             continue
-        reason = f"sample {index}: {row.error}"
-        if not row.is_bad:
+        reason = f"sample {index}: {made}"
+        if isinstance(made, StoreError):
             raise StoreError(f"{settings.source}: {reason}")
         if settings.on_bad_sample != "skip":
             raise SampleError(
                 f"{settings.source}: {reason}. Exclude such samples with --on-bad-sample skip"
             )
         skipped.append((index, reason))
-    return Report(
-        len(chunk),
-        sum(not row.has_size for row in written),
-        sum(row.num_bytes for row in written),
-        tuple(skipped),
-    )
+    return Report(len(chunk), without_size, num_bytes, tuple(skipped))
 
 
-def make(sample: ColumnValues, settings: CopySettings) -> Made:
-    """Return a sample as it is written."""
+def _made(
+    chunk: list[ColumnValues], settings: CopySettings, layout: RecordLayout
+) -> list[Made | SampleError | StoreError]:
+    """Return samples as they are written, or why not; threads share what takes more than a copy."""
+    do = partial(make, settings=settings, layout=layout)
+    are_copied = not settings.short_side and not settings.seekable
+    if are_copied and isinstance(chunk[0], Mapping):
+        are_copied = not isinstance(chunk[0].get("image"), np.ndarray)
+    if are_copied or settings.num_threads == 1:
+        return list(map(do, chunk))
+    return in_threads(do, chunk, settings.num_threads)
+
+
+def make(
+    sample: ColumnValues, settings: CopySettings, layout: RecordLayout
+) -> Made | SampleError | StoreError:
+    """Return a sample as it is written, or why it cannot be; a SampleError is the sample's fault."""
     try:
-        whole = with_encoded_image(sample)
-        size = make_image(whole, settings)
-        whole = plain(whole, settings.columns)
+        image = _made_image(image_of(sample), settings)
+        size = header_sides(image, settings.exif)
+        sizes = {name: size[name] for name in settings.sized}
+        values = plain({**sample, "image": image, **sizes}, settings.columns)
         if settings.numbers is not None:
-            whole["label"] = _label_in(settings.numbers, whole.get("label"))
-        record = settings.layout.pack(whole)
+            values["label"] = _label_in(settings.numbers, values.get("label"))
+        return Made(layout.pack(values), len(image), size != NO_SIZE)
     except (SampleError, StoreError) as error:
-        return Made(error=str(error), is_bad=isinstance(error, SampleError))
-    return Made(record, len(whole["image"]), size != NO_SIZE)
+        return error
 
 
-def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
-    """Return a sample with encoded bytes, or None, for its image."""
+def image_of(sample: ColumnValues) -> bytes | np.ndarray | None:
+    """Return a sample's image, encoded or pixels; raise StoreError if it cannot have one."""
     if not isinstance(sample, Mapping) or "image" not in sample:
         raise StoreError(
             f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}"
         )
     image = sample["image"]
-    if image is None:
-        return dict(sample)
-    if isinstance(image, bytes | bytearray | memoryview):
-        return {**sample, "image": bytes(image)}
-    from PIL import Image
-
+    if image is None or isinstance(image, bytes):
+        return image
+    if isinstance(image, bytearray | memoryview):
+        return bytes(image)
     if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):
         # Pillow's: a palette, alpha, CMYK
         image = image.convert("RGB")
@@ -238,30 +243,28 @@ def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
             f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
             "(H, W, 1) or (H, W)"
         )
-    file = io.BytesIO()
-    gray_or_rgb = pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels
-    Image.fromarray(gray_or_rgb).save(file, "PNG")
-    return {**sample, "image": file.getvalue()}
+    return pixels
 
 
-def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]:
-    """Replace a sample's image by its copy, with its size, and return that size, see `header_sides`.
-
-    Raises:
-        SampleError: the sample is bad.
-    """
-    image = sample["image"]
+def _made_image(image: bytes | np.ndarray | None, settings: CopySettings) -> bytes:
+    """Return an image as it is written; raise SampleError if it is bad."""
+    if isinstance(image, np.ndarray):
+        image = _png(image)
     if not image:
         raise SampleError("it has no bytes")
     if short_side := settings.short_side:
         pixels = resize_short_side(decode(image, min_side=short_side), short_side)
         image = encode_jpeg(pixels, settings.quality)
-    if settings.seekable:
-        image = _made_seekable(image)
-    size = header_sides(image, settings.exif)
-    sample["image"] = image
-    sample |= {name: size[name] for name in settings.sized}
-    return size
+    return _made_seekable(image) if settings.seekable else image
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    gray_or_rgb = pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels
+    Image.fromarray(gray_or_rgb).save(file, "PNG")
+    return file.getvalue()
 
 
 def class_numbers(

@@ -24,6 +24,8 @@ _BEGIN_S = 120.0
 _LOOK_S = 10.0
 # A task stops at its next part once its file is gone.
 _STOP_S = 30.0
+# Of a task whose process died; Ray Data tries its tasks as often.
+_RETRIES = 3
 
 
 def run_tasks(
@@ -33,7 +35,6 @@ def run_tasks(
     calls: Iterable[tuple[Any, ...]],
     total: int | None,
     num_most: int = 0,
-    retries: int = 0,
 ) -> Iterator[Any]:
     """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU.
 
@@ -47,12 +48,11 @@ def run_tasks(
         calls: the arguments of each task.
         total: samples in all; None = unknown.
         num_most: so many tasks wait or run at a time, and only their calls are taken; 0 = all.
-        retries: how often a task is tried again whose process died.
 
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
     """
-    task = _task(here, retries)
+    task = _task(here)
     pending: list[Any] = []
     has_begun = False
     calls = iter(calls)
@@ -107,7 +107,7 @@ def _report_of(stream: Any, pending: list[Any]) -> Any:
     return report
 
 
-def _task(here: bool, retries: int) -> Any:
+def _task(here: bool) -> Any:
     """Return `_while_wanted` as a task of Ray; for arguments see `run_tasks`."""
     strategy: Any = "SPREAD"
     if here:
@@ -117,7 +117,7 @@ def _task(here: bool, retries: int) -> Any:
         )
     return ray.remote(
         num_cpus=1,
-        max_retries=retries,
+        max_retries=_RETRIES,
         scheduling_strategy=strategy,
         num_returns="streaming",
     )(_while_wanted)

@@ -133,9 +133,6 @@ class RecordLayout:
             "<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names)
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RecordLayout, (self.types,)
-
     def pack(self, sample: ColumnValues) -> bytes:
         """Return the record of a sample; raise StoreError if its columns or their types were not declared so."""
         if sample.keys() != self.types.keys():

@@ -44,6 +44,10 @@ class FileWriter(ABC):
         columns: all columns, name → int64, float64, binary, string, or an array such as `float32[512]`, in order;
             None = `image` and `label`.
         classes: class names, position = label; None = no names.
+
+    Attributes:
+        layout: layout of the records.
+        num_written: samples in the file.
     """
 
     batch_bytes: ClassVar[int]
@@ -56,11 +60,12 @@ class FileWriter(ABC):
         classes: Sequence[str] | None = None,
     ) -> None:
         self._path = Path(path)
-        self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
+        self.layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
         self._classes = None if classes is None else tuple(classes)
-        self._fingerprint = Fingerprint(self._layout.types, self._classes)
+        self._fingerprint = Fingerprint(self.layout.types, self._classes)
         self._batch: list[bytes] = []
-        self._num_bytes = self._count = 0
+        self._num_bytes = 0
+        self.num_written = 0
 
     @property
     def fingerprint(self) -> str:
@@ -79,7 +84,7 @@ class FileWriter(ABC):
 
     def append(self, sample: ColumnValues) -> None:
         """Add one sample with exactly the declared columns; binary and string values may be None."""
-        self.append_record(self._layout.pack(sample))
+        self.append_record(self.layout.pack(sample))
 
     def append_record(self, record: bytes) -> None:
         """Add one sample by its record, see `raypipe.stores.record`."""
@@ -116,7 +121,7 @@ class FileWriter(ABC):
     def _flush(self) -> None:
         if self._batch:
             self._write(self._batch)
-        self._count += len(self._batch)
+        self.num_written += len(self._batch)
         self._batch = []
         self._num_bytes = 0
 
@@ -126,7 +131,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     def _write(self, batch: Sequence[bytes]) -> None:
-        """Add records after the first `_count`."""
+        """Add records after the first `num_written`."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -157,13 +162,13 @@ class LMDBWriter(FileWriter):
         self._put(
             [
                 (KEY.pack(number), record)
-                for number, record in enumerate(batch, self._count)
+                for number, record in enumerate(batch, self.num_written)
             ]
         )
 
     def _finish(self) -> None:
         metadata = Metadata(
-            self._count, self._layout.types, self._classes, self.fingerprint
+            self.num_written, self.layout.types, self._classes, self.fingerprint
         )
         self._put([(METADATA_KEY, metadata.to_json())])
         # LMDB may count a page at the end that it never wrote, and readers would consider the file truncated.
@@ -211,7 +216,7 @@ class ParquetWriter(FileWriter):
         if row_group_size is not None and row_group_size < 1:
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
         self._row_group_size = row_group_size
-        self._schema = schema_of(self._layout.types, classes)
+        self._schema = schema_of(self.layout.types, classes)
 
     def _is_full(self) -> bool:
         if self._row_group_size:
@@ -235,10 +240,10 @@ class ParquetWriter(FileWriter):
 
     def _write(self, batch: Sequence[bytes]) -> None:
         names = self._schema.names
-        samples = [self._layout.unpack(memoryview(record), names) for record in batch]
+        samples = [self.layout.unpack(memoryview(record), names) for record in batch]
         columns = {
             name: arrow_column(kind, [sample.get(name) for sample in samples])
-            for name, kind in self._layout.types.items()
+            for name, kind in self.layout.types.items()
         }
         self._writer.write_table(pa.table(columns, schema=self._schema))
 

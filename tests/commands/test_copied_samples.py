@@ -47,7 +47,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         function: Callable[..., Iterator[Any]],
         calls: Iterable[tuple[Any, ...]],
         *others: object,
-        **options: object,
     ) -> Iterator[Any]:
         for arguments in calls:
             yield from function(*pickle.loads(pickle.dumps(arguments)))
@@ -57,7 +56,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "connect", lambda: None)
     monkeypatch.setattr(ray, "put", lambda table: table)
     monkeypatch.setattr(ray, "get", lambda table: table)
-    monkeypatch.setattr(ray, "cluster_resources", dict)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +77,14 @@ def test_shards_have_all_samples_in_order(
     assert [first for first, _ in found] == bounds[:-1]
     rows = [
         [
-            (block.table, block.start + i)
+            (block.samples, block.start + i)
             for block in rows.args[0]
             for i in range(block.num)
         ]
         for _, rows in found
     ]
     assert [len(of_shard) for of_shard in rows] == np.diff(bounds).tolist()
-    expected = [(block.table, i) for block in parts for i in range(block.num)]
+    expected = [(block.samples, i) for block in parts for i in range(block.num)]
     assert list(itertools.chain.from_iterable(rows)) == expected
 
 

@@ -41,9 +41,10 @@ _LABELS = {"label", "labels", "target", "targets", "y", "class", "classes"}
 _SPLIT = re.compile(r"(.*?)_?(train|training|val|valid|validation|test)(?:_set)?_?(.*)")
 _CHANNELS = (1, 3)
 _MAX_ROWS = 1024
+_KINDS = ("numbers", "bytes", "text")
 
 
-def _unread(start: int, stop: int) -> Any:
+def _unread(rows: slice) -> Any:
     raise AssertionError("arrays of other kinds are not read")
 
 
@@ -54,14 +55,14 @@ class ArrayRows:
     Attributes:
         kind: "numbers", "bytes" or "text"; or, in other words, why its values cannot be read.
         shape: the samples are the first axis.
-        dtype: type of numbers.
-        read: first and last row, exclusive → rows, which are asked for once, in order.
+        dtype: type of values of one size; None = their sizes differ.
+        read: some of the first axis → these rows, which are asked for once, in order.
     """
 
     kind: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None = None
-    read: Callable[[int, int], Any] = _unread
+    read: Callable[[slice], Any] = _unread
 
     @property
     def num(self) -> int:
@@ -99,19 +100,16 @@ def arrays_source(
     left_out = []
     for name in others(arrays, names):
         rows = arrays[name]
-        if (
-            rows.num == images.num
-            and rows.kind in ("numbers", "bytes", "text")
-            and rows.row_bytes < MAX_SAMPLE_BYTES
-        ):
-            column = name.replace("/", ".")
-            if column in columns:
-                raise StoreError(
-                    f"{where}: two {word}s would be the column {column!r}, {name!r} among them: rename one"
-                )
-            columns[column] = rows
-        else:
+        is_of_images = rows.num == images.num and rows.row_bytes < MAX_SAMPLE_BYTES
+        if rows.kind not in _KINDS or not is_of_images:
             left_out.append(f"{name} ({rows})")
+            continue
+        column = name.replace("/", ".")
+        if column in columns:
+            raise StoreError(
+                f"{where}: two {word}s would be the column {column!r}, {name!r} among them: rename one"
+            )
+        columns[column] = rows
     if left_out:
         logger.warning(
             "%s: left out, as they have no row for each image: %s",
@@ -137,13 +135,13 @@ def _samples(
     for start in range(0, num_rows, step):
         stop = min(num_rows, start + step)
         with explained(f"{where}, rows {start} to {stop - 1},"):
-            values = {
-                column: rows.read(start, stop) for column, rows in columns.items()
-            }
-        for number in range(stop - start):
+            values = [rows.read(slice(start, stop)) for rows in columns.values()]
+        for of_sample in zip(*values, strict=True):
             sample = {
-                column: _value(column, rows, values[column][number])
-                for column, rows in columns.items()
+                column: _value(column, rows, value)
+                for (column, rows), value in zip(
+                    columns.items(), of_sample, strict=True
+                )
             }
             if as_hwc:
                 sample["image"] = np.transpose(sample["image"], as_hwc)
@@ -151,12 +149,10 @@ def _samples(
 
 
 def _value(column: str, rows: ArrayRows, value: Any) -> Any:
+    if rows.kind == "text":
+        return value if isinstance(value, str) else bytes(value).decode()
     if rows.kind == "bytes":
         return bytes(value)
-    if rows.kind == "text":
-        if isinstance(value, str):
-            return value
-        return bytes(value).decode()
     if column == "image":
         return value
     return np.asarray(value).reshape(_row_shape(column, rows))[()]

@@ -64,20 +64,13 @@ def _rows(h5py: Any, dataset: Any) -> ArrayRows:
     text = h5py.check_string_dtype(dtype)
     if dataset.is_virtual or dataset.external:
         return ArrayRows("in other files", shape)
+    if dtype.kind in "biuf":
+        return ArrayRows("numbers", shape, dtype, dataset.__getitem__)
+    is_void = dtype.kind == "V" and dtype.names is None
     if text is not None and len(shape) == 1:
         kind = "bytes" if text.encoding == "ascii" else "text"
-        return ArrayRows(kind, shape, None, lambda start, stop: dataset[start:stop])
-    if h5py.check_vlen_dtype(dtype) == np.uint8 or (
-        dtype.kind == "V" and dtype.names is None
-    ):
-        return ArrayRows(
-            "bytes",
-            shape,
-            None,
-            lambda start, stop: [row.tobytes() for row in dataset[start:stop]],
-        )
-    if dtype.kind in "biuf":
-        return ArrayRows(
-            "numbers", shape, dtype, lambda start, stop: dataset[start:stop]
-        )
-    return ArrayRows(f"{dtype} values", shape)
+    elif is_void or h5py.check_vlen_dtype(dtype) == np.uint8:
+        kind = "bytes"
+    else:
+        return ArrayRows(f"{dtype} values", shape)
+    return ArrayRows(kind, shape, read=dataset.__getitem__)

@@ -29,11 +29,11 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import ShardFile, decompressed, shards_source, stored
+from raypipe.stores.sources.shards import ShardFile, shards_source, unpacked
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")
-_FRAME = struct.Struct("<8xQII")
+_FRAME = np.dtype("<u8, <u8, <u4, <u4")
 
 
 def open_litdata(address: str, asked: Asked) -> Source:
@@ -51,17 +51,15 @@ def open_litdata(address: str, asked: Asked) -> Source:
         if names == ["0", "1"]:
             names = ["image", "label"]
         encodings = dict(zip(names, map(str, config["data_format"]), strict=True))
-        sizes = [None] * len(encodings)
-        unpack: Callable[[str, bytes], bytes] = stored
-        if codec := str(config["compression"] or ""):
-            unpack = partial(decompressed, codec=codec)
-            if config.get("compression_level") == "batch":
-                unpack = _of_frames
+        codec = str(config["compression"] or "")
+        unpack: Callable[[str, bytes], bytes] = partial(unpacked, codec=codec)
+        if codec and config.get("compression_level") == "batch":
+            unpack = _of_frames
         chunks = [
-            ShardFile(str(chunk["filename"]), int(chunk["chunk_size"]), sizes, unpack)
+            ShardFile(str(chunk["filename"]), int(chunk["chunk_size"]), unpack)
             for chunk in index["chunks"]
         ]
-        return shards_source(address, encodings, chunks, asked)
+        return shards_source(address, encodings, [None] * len(encodings), chunks, asked)
 
 
 def _leaves(spec: Any, above: tuple[str, ...] = ()) -> Iterator[str]:
@@ -84,15 +82,12 @@ def _of_frames(where: str, packed: bytes) -> bytes:
         )
     offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
     first = _FRAMES_HEAD.size + offsets.nbytes
-    table_of_frames = packed[first : first + num_frames * _FRAME.size]
-    frames = list(_FRAME.iter_unpack(table_of_frames))
-    num_bytes = sum(num_unpacked for _, _, num_unpacked in frames)
+    frames = np.frombuffer(packed, _FRAME, num_frames, first)
+    num_bytes = int(frames["f3"].sum(dtype=np.int64))
     check_read(where, num_bytes, len(packed), "write smaller chunks")
-    table = np.concatenate(
-        [[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)]
-    )
-    parts = [table.astype("<u4").tobytes()]
-    for start, num_packed, num_unpacked in frames:
+    begins = offsets.astype(np.int64) + 4 * (num_samples + 2)
+    parts = [np.append(num_samples, begins).astype("<u4").tobytes()]
+    for _, start, num_packed, num_unpacked in frames.tolist():
         frame = packed[start : start + num_packed]
-        parts.append(decompressed(where, frame, "zstd", num_unpacked))
+        parts.append(unpacked(where, frame, "zstd", num_unpacked))
     return b"".join(parts)

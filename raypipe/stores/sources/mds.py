@@ -21,7 +21,7 @@ from raypipe.stores.sources.format_source import (
     explained,
     index_at,
 )
-from raypipe.stores.sources.shards import ShardFile, decompressed, shards_source
+from raypipe.stores.sources.shards import ShardFile, shards_source, unpacked
 
 
 def open_mds(address: str, asked: Asked) -> Source:
@@ -39,10 +39,11 @@ def open_mds(address: str, asked: Asked) -> Source:
             raise StoreError(
                 f"{where}: its shards have different columns: convert those of one kind at a time"
             )
-        names, encodings, _ = first
+        names, encodings, sizes = first
         return shards_source(
             address,
             dict(zip(names, encodings, strict=True)),
+            [int(size) if size else None for size in sizes],
             list(map(_shard, shards)),
             asked,
         )
@@ -59,15 +60,5 @@ def _shard(shard: dict[str, Any]) -> ShardFile:
     return ShardFile(
         str((packed or raw)["basename"]),
         int(shard["samples"]),
-        [int(size) if size else None for size in shard["column_sizes"]],
-        partial(_unpacked, codec, int(raw["bytes"])),
+        partial(unpacked, codec=codec, num_bytes=int(raw["bytes"])),
     )
-
-
-def _unpacked(codec: str, num_bytes: int, where: str, packed: bytes) -> bytes:
-    content = decompressed(where, packed, codec, num_bytes) if codec else packed
-    if len(content) != num_bytes:
-        raise StoreError(
-            f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
-        )
-    return content

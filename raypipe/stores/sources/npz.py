@@ -15,6 +15,7 @@ from raypipe.stores.numbers import read_npy_header
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
+_KINDS = dict.fromkeys("biuf", "numbers") | {"S": "bytes", "U": "text"}
 _STEP_BYTES = 1 << 20  # unpacked at a time, into the rows' memory
 
 
@@ -41,7 +42,6 @@ def _rows(address: str, name: str, file: Any) -> ArrayRows:
         shape, fortran, dtype = read_npy_header(file)
     except SampleError:
         return ArrayRows("named fields", ())
-    read = partial(_values, file, dtype, shape[1:])
     if dtype.hasobject:
         return ArrayRows("a pickle", shape)
     if fortran and len(shape) > 1:
@@ -49,27 +49,23 @@ def _rows(address: str, name: str, file: Any) -> ArrayRows:
             "stored with the first axis innermost (save np.ascontiguousarray of it)",
             shape,
         )
-    if dtype.kind == "U":
-        if len(shape) == 1:
-            return ArrayRows("text", shape, dtype, read)
-        return ArrayRows("text in rows", shape)
-    if dtype.kind == "S" and len(shape) == 1:
-        return ArrayRows("bytes", shape, dtype, read)
-    return ArrayRows(
-        "numbers" if dtype.kind in "biuf" else f"{dtype} values", shape, dtype, read
-    )
+    kind = _KINDS.get(dtype.kind)
+    if kind is None or (kind != "numbers" and len(shape) != 1):
+        return ArrayRows(f"{dtype} values", shape)
+    return ArrayRows(kind, shape, dtype, partial(_values, file, dtype, shape[1:]))
 
 
 def _values(
-    file: Any, dtype: np.dtype[Any], row_shape: tuple[int, ...], start: int, stop: int
+    file: Any, dtype: np.dtype[Any], row_shape: tuple[int, ...], rows: slice
 ) -> np.ndarray:
-    """Return the next rows; `start` is where the last call ended."""
-    num_bytes = (stop - start) * dtype.itemsize * math.prod(row_shape)
+    """Return the next rows."""
+    num_rows = rows.stop - rows.start
+    num_bytes = num_rows * dtype.itemsize * math.prod(row_shape)
     content = np.empty(num_bytes, np.uint8)
     free = content.data
     while free and (num := file.readinto(free[:_STEP_BYTES])):
         free = free[num:]
     if free:
-        row = start + (num_bytes - len(free)) * (stop - start) // num_bytes
+        row = rows.start + (num_bytes - len(free)) * num_rows // num_bytes
         raise StoreError(f"{file.name} is truncated in row {row}; copy it again")
-    return content.view(dtype).reshape(stop - start, *row_shape)
+    return content.view(dtype).reshape(num_rows, *row_shape)

@@ -68,34 +68,50 @@ class ShardFile(NamedTuple):
     Attributes:
         name: its path in the folder.
         num_samples: how many it has.
-        sizes: fixed size of each value; None = each sample has it before its values.
         unpack: its address, for errors, and its stored bytes → its bytes.
     """
 
     name: str
     num_samples: int
-    sizes: Sequence[int | None]
     unpack: Callable[[str, bytes], bytes]
 
 
 class Value(NamedTuple):
-    """A value of a sample that becomes a column: its position among the values, and how it is decoded."""
+    """A value of a sample that becomes a column.
+
+    Attributes:
+        position: its place among the values.
+        decode: its bytes → the value.
+        shape: the one of all its arrays; empty if they have none, or several.
+    """
 
     position: int
     decode: Decode
+    shape: tuple[int, ...]
 
 
 def shards_source(
-    folder: str, encodings: Mapping[str, str], shards: Sequence[ShardFile], asked: Asked
+    folder: str,
+    encodings: Mapping[str, str],
+    sizes: Sequence[int | None],
+    shards: Sequence[ShardFile],
+    asked: Asked,
 ) -> Source:
-    """Return the samples of a folder of shards, by the encoding of each of their values."""
+    """Return the samples of a folder of shards.
+
+    Args:
+        encodings: name of each value → its encoding.
+        sizes: fixed size of each value; None = each sample has it before its values.
+    """
     values = values_of(folder, encodings, asked)
-    shapes = list(map(_array_shape, encodings.values()))
-    arrays = [column for column, value in values.items() if shapes[value.position]]
     return Source(
-        _samples(folder, shards, values),
+        _samples(folder, shards, sizes, values),
         num_samples=sum(shard.num_samples for shard in shards),
-        arrays=[column for column in arrays if column != "image"],
+        arrays=[
+            column
+            for column, value in values.items()
+            if value.shape and column != "image"
+        ],
     )
 
 
@@ -113,9 +129,9 @@ def values_of(
     values: dict[str, Value] = {}
     for column, name in names.items():
         encoding = encodings[name]
-        decode = _decoder(encoding)
+        decode, shape = _decoder(encoding)
         if decode is not None:
-            values[column] = Value(positions[name], decode)
+            values[column] = Value(positions[name], decode, shape)
             continue
         is_pickle = encoding in _PICKLES
         what = "a pickle, which may run a program" if is_pickle else repr(encoding)
@@ -129,25 +145,28 @@ def values_of(
 
 
 def _samples(
-    folder: str, shards: Sequence[ShardFile], values: Mapping[str, Value]
+    folder: str,
+    shards: Sequence[ShardFile],
+    fixed_sizes: Sequence[int | None],
+    values: Mapping[str, Value],
 ) -> Iterator[ColumnValues]:
+    head = struct.Struct(f"<{fixed_sizes.count(None)}I")
     for shard in shards:
         where = join_address(folder, shard.name)
         content = _content(folder, shard)
         offsets = _offsets(where, shard.num_samples, content).tolist()
-        head = struct.Struct(f"<{shard.sizes.count(None)}I")
         for number, (start, end) in enumerate(itertools.pairwise(offsets)):
             begins = [start + head.size]
             if begins[0] <= min(end, len(content)):
                 stored = iter(head.unpack_from(content, start))
-                sizes = (next(stored) if size is None else size for size in shard.sizes)
+                sizes = (next(stored) if size is None else size for size in fixed_sizes)
                 begins = list(itertools.accumulate(sizes, initial=begins[0]))
             if begins[-1] != end:
                 raise StoreError(
                     f"{where} is damaged: sample {number} has values of other sizes; copy it again"
                 )
             sample = {}
-            for column, (position, decode) in values.items():
+            for column, (position, decode, _) in values.items():
                 data = content[begins[position] : begins[position + 1]]
                 with explained(f"{where}, sample {number}: the value for {column!r}"):
                     sample[column] = decode(data)
@@ -185,39 +204,41 @@ def _content(folder: str, shard: ShardFile) -> bytes:
         return shard.unpack(address, file.read())
 
 
-def stored(where: str, content: bytes) -> bytes:
-    """Return the bytes of a shard that is not compressed."""
-    return content
-
-
-def decompressed(
-    where: str, packed: bytes, codec: str, num_bytes: int | None = None
+def unpacked(
+    where: str, content: bytes, codec: str, num_bytes: int | None = None
 ) -> bytes:
-    """Return what compressed bytes unpack to.
+    """Return the bytes of a shard, or a part of one.
 
     Args:
-        codec: one of `_CODECS`; a level may follow.
-        num_bytes: the unpacked size by the index; None = the index has none.
+        content: as they are stored.
+        codec: one of `_CODECS`, a level may follow; empty = they are not compressed.
+        num_bytes: their number by the index; None = the index has none.
 
     Raises:
-        ValueError: the codec is unknown, or they unpack to more than `num_bytes`.
-        StoreError: they unpack to more than the limit.
+        ValueError: the codec is unknown.
+        StoreError: they have another size, or one over the limit.
     """
-    kind = _CODECS.get(codec.partition(":")[0])
-    if kind is None:
-        raise ValueError(
-            f"its compression is {codec!r}; raypipe reads {', '.join(_CODECS)}"
+    stored_bytes = len(content)
+    if codec:
+        kind = _CODECS.get(codec.partition(":")[0])
+        if kind is None:
+            raise ValueError(
+                f"its compression is {codec!r}; raypipe reads {', '.join(_CODECS)}"
+            )
+        check_read(where, num_bytes or 0, stored_bytes, _SMALLER)
+        max_bytes = read_limit(stored_bytes) if num_bytes is None else max(0, num_bytes)
+        if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
+            content = pa.decompress(content, max_bytes, kind, asbytes=True)
+        else:
+            packed = pa.BufferReader(content)
+            with pa.CompressedInputStream(packed, kind) as stream:
+                # a bomb unpacks no further
+                content = bytes(stream.read(max_bytes + 1))
+    if num_bytes not in (None, len(content)):
+        raise StoreError(
+            f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
         )
-    check_read(where, num_bytes or 0, len(packed), _SMALLER)
-    max_bytes = read_limit(len(packed)) if num_bytes is None else max(0, num_bytes)
-    if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
-        return bytes(pa.decompress(packed, max_bytes, kind, asbytes=True))
-    with pa.CompressedInputStream(pa.BufferReader(packed), kind) as stream:
-        content = bytes(stream.read(max_bytes + 1))  # a bomb unpacks no further
-    if num_bytes is None:
-        check_read(where, len(content), len(packed), _SMALLER)
-    elif len(content) > max_bytes:
-        raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
+    check_read(where, len(content), stored_bytes, _SMALLER)
     return content
 
 
@@ -348,21 +369,21 @@ _DECODERS: dict[str, Decode] = {
 }
 
 
-def _decoder(encoding: str) -> Decode | None:
-    """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others."""
+def _decoder(encoding: str) -> tuple[Decode | None, tuple[int, ...]]:
+    """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others.
+
+    The second value is the shape of all its arrays; empty if they have none, or several.
+    """
     kind, _, details = encoding.partition(":")
     if kind == "ndarray":
-        return partial(_of_mds, *_array_of(details))
+        dtype, shape = _array_of(details)
+        return partial(_of_mds, dtype, shape), shape or ()
     if types := _HEADLESS.get(kind):
-        dtype = types.get(int(details)) if details.isdecimal() else None
-        return partial(np.frombuffer, dtype=dtype) if dtype else None
-    return _DECODERS.get(kind)
-
-
-def _array_shape(encoding: str) -> tuple[int, ...]:
-    """Return the shape of an encoding's arrays; empty if they have none, or not all have one."""
-    kind, _, details = encoding.partition(":")
-    return (_array_of(details)[1] or ()) if kind == "ndarray" else ()
+        dtype_name = types.get(int(details)) if details.isdecimal() else None
+        if dtype_name is None:
+            return None, ()
+        return partial(np.frombuffer, dtype=dtype_name), ()
+    return _DECODERS.get(kind), ()
 
 
 def _array_of(details: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:

@@ -8,8 +8,6 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
@@ -81,7 +79,5 @@ def _rows(torch: Any, tensor: Any) -> ArrayRows:
         or tensor.is_complex()
     ):
         return ArrayRows(f"{tensor.dtype} in the layout {tensor.layout}", shape)
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return ArrayRows(
-        "numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy()
-    )
+    array = tensor.numpy()
+    return ArrayRows("numbers", shape, array.dtype, array.__getitem__)

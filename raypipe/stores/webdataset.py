@@ -63,7 +63,7 @@ class Scan(NamedTuple):
         keys: the samples' keys or paths, see `as_texts`.
         places: suffix → the `Place` of each sample's member, int64 (n, 3); "" is the image.
         labels: numbers, (n,) or (n, …); None without labels.
-        kinds: the kinds of the members of class folders, see `raypipe.stores.class_tar`.
+        kinds: the kinds of the members of class folders, see `raypipe.stores.class_folders.Entry`.
         left_out: how many members are neither, by suffix.
         sparse: the parts of each sparse member, by its position.
         tar: size and version of the tar, in an index.

@@ -149,9 +149,11 @@ class TarSamples:
         places = np.concatenate([self._index[name][first:last] for name in placed])
         starts, sizes = places[np.argsort(places[:, 0])].T
         are_read = (starts >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
-        stored = sizes.copy()
-        for start, parts in self._sparse[self._numbers[number]].items():
-            stored[starts == int(start)] = sum(length for _, length in parts)
+        sparse = self._sparse[self._numbers[number]]
+        stored = [
+            sum(length for _, length in sparse.get(str(start), [[0, size]]))
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
         begins = np.maximum(starts - tarfile.BLOCKSIZE, 0)  # the header has the name
         ends = np.minimum(starts + stored, tar.num_bytes)
         are_read &= begins < ends

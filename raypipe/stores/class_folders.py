@@ -15,14 +15,15 @@ A folder, its copy in an object store and its tar are one data set, by the same 
 Samples are sorted by class, then by path. A folder at the end of several links counts once per class, under its
 shortest and then first path. `LeftOut` counts the entries that are left out.
 
-`Doubts` has the reasons why the folders may not be classes; `check_classes` makes errors of them. They are splits,
-or hold the classes, or images and masks; or all samples have one class, and other files may have the labels.
+`check_classes` makes errors of the reasons why the folders may not be classes: they are splits, or hold the
+classes, or images and masks; or all samples have one class, and other files may have the labels.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import (
@@ -33,7 +34,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "folder"
 FILE = "file"
+LINK = "-> "  # its target follows
 BY_FOLDER = "folder"
 """The value of target_column that takes the folders for classes whatever else is in them."""
 
@@ -66,12 +68,9 @@ _TAKE_FOLDERS = f"store.target_column to {BY_FOLDER!r} to train on the folders' 
 LeftOut = Counter[str]
 """How many entries of a tree are no samples, by the reason: a suffix, or words."""
 
-TreeSample = tuple[str, Any]
-"""Path from the root, and what its tree knows of the file."""
-
 
 class Entry(NamedTuple):
-    """An entry of a folder, links followed: `kind` is FOLDER, FILE, or the words for anything else."""
+    """An entry of a tree: `kind` is FOLDER, FILE, LINK and its target, or the words for anything else."""
 
     name: str
     kind: str
@@ -82,7 +81,7 @@ class FileTree(Protocol):
     """A tree of files; paths are relative to its root, "" is the root."""
 
     def entries(self, folder: str) -> Iterable[Entry]:
-        """Yield the entries of a folder, unordered; none of a folder that is not there."""
+        """Yield the entries of a folder, links followed, unordered; none of a folder that is not there."""
         ...
 
     def identity(self, folder: str) -> Hashable:
@@ -90,20 +89,23 @@ class FileTree(Protocol):
         ...
 
 
-class Doubts(NamedTuple):
-    """Reasons why folders may not be classes.
+class TreeSample(NamedTuple):
+    """A sample of a tree: its class, its path from the root, and what the tree knows of the file."""
 
-    Attributes:
-        splits: folders that are splits.
-        reasons: what shows that the folders are not classes, in words.
-        labels: a sentence about other files that may be the labels; may be empty.
-        others: files and folders that are not read, and that may have labels.
-    """
+    label: int
+    path: str
+    value: Any
 
-    splits: list[str]
-    reasons: list[str]
-    labels: str
-    others: list[str]
+
+class _File(NamedTuple):
+    """A file in or below one of the top folders, and the number of its tree."""
+
+    top: str
+    tree: int
+    folder: str
+    path: str
+    suffix: str
+    value: Any
 
 
 class Layout(NamedTuple):
@@ -111,55 +113,38 @@ class Layout(NamedTuple):
 
     Attributes:
         classes: class names.
-        samples: the samples of each tree, by class.
+        samples: the samples of each tree, by class, then by path.
         left_out: all other entries.
-        doubts: why they may not be classes.
         flat: images that are in no folder.
+        root: the folder that the class folders are in.
+        files: all files in the class folders.
+        beside: the files and folders next to the class folders, or to the root.
     """
 
     classes: tuple[str, ...]
-    samples: list[list[list[TreeSample]]]
+    samples: list[list[TreeSample]]
     left_out: LeftOut
-    doubts: Doubts
     flat: list[TreeSample]
+    root: str
+    files: list[_File]
+    beside: list[str]
 
     @property
-    def nums(self) -> dict[str, int]:
-        """The number of samples of each class."""
-        every = zip(self.classes, *self.samples, strict=True)
-        return {name: sum(map(len, of_trees)) for name, *of_trees in every}
+    def num_samples(self) -> int:
+        return sum(map(len, self.samples))
 
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a file's name, in lower case, with the dot."""
-    return PurePosixPath(name).suffix.lower()
+    stem, _, suffix = name.rpartition("/")[2].rpartition(
+        "."
+    )  # a Path takes six times as long
+    return f".{suffix.lower()}" if stem and suffix else ""
 
 
-_Found = tuple[int, str, Any]
-"""Number of a tree, and a sample of it."""
-
-
-@dataclass
-class _Files:
-    """The files of a folder and of all folders below it, in all trees."""
-
-    images: list[_Found] = field(default_factory=list)
-    arrays: list[_Found] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    # those of the others that belong to images
-    of_images: list[str] = field(default_factory=list)
-    # folders that hold images or arrays
-    folders: list[str] = field(default_factory=list)
-    num_hidden: int = 0
-
-    @property
-    def samples(self) -> list[_Found]:
-        return self.images or self.arrays
-
-    @property
-    def suffixes(self) -> LeftOut:
-        """Return the number of other files of each suffix."""
-        return LeftOut(suffix_of(path) or "without a suffix" for path in self.others)
+def join(folder: str, name: str) -> str:
+    """Return the path of an entry of a folder."""
+    return f"{folder}/{name}" if folder else name
 
 
 def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
@@ -173,52 +158,107 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
         StoreError: an entry with an image's name is not a file.
     """
     root = ""
-    flat, names, num_hidden, others = _top(trees, root)
-    by_class = {name: _files(trees, name, where) for name in sorted(names)}
-    for folder in _folders_around(trees, by_class):
-        siblings = (join(root, name) for name in sorted(names))
-        others += (f"{sibling}/" for sibling in siblings if sibling != folder)
-        root = folder
-        _, names, hidden, beside = _top(trees, root)
-        num_hidden += hidden
-        others += beside
-    if root:
-        by_class = {
-            name: _files(trees, f"{root}/{name}", where) for name in sorted(names)
-        }
-    every = by_class.values()
-    has_images = any(files.images for files in every)
-    left_out = sum((files.suffixes for files in every), LeftOut())
-    left_out[_HIDDEN] = num_hidden + sum(files.num_hidden for files in every)
-    if has_images:
-        left_out[ARRAY_SUFFIX] = sum(len(files.arrays) for files in every)
-    return Layout(
-        classes=tuple(by_class),
-        samples=_by_tree(len(trees), list(every), has_images),
-        left_out=+left_out,
-        doubts=_doubts_of(root, by_class, others),
-        flat=sorted(flat),
-    )
-
-
-def _by_tree(
-    num_trees: int, by_class: Sequence[_Files], has_images: bool
-) -> list[list[list[TreeSample]]]:
-    """Return the samples of each tree, by class, sorted by their paths."""
-    samples: list[list[list[TreeSample]]] = [
-        [[] for _ in by_class] for _ in range(num_trees)
+    classes, beside, num_hidden = _listed(trees, root)
+    flat = [
+        TreeSample(0, path, value)
+        for path, kind, value in beside
+        if kind == FILE and suffix_of(path) in IMAGE_SUFFIXES
     ]
-    for label, files in enumerate(by_class):
-        for number, path, value in files.images if has_images else files.arrays:
-            samples[number][label].append((path, value))
-    for of_class in itertools.chain(*samples):
-        of_class.sort(key=lambda sample: sample[0])
-    return samples
+    files, num_within = _walked(trees, root, classes, where)
+    for name in _around(files):
+        others = [join(root, other) for other in classes if other != name]
+        empty = [other for other in others if not any(_listed(trees, other)[:2])]
+        if empty:
+            break  # it is a class without samples, so the other is a class too
+        root = join(root, name)
+        classes, inner, num_inner = _listed(trees, root)
+        beside += [*(Entry(f"{other}/", FOLDER) for other in others), *inner]
+        num_hidden += num_inner
+    if root:
+        files, num_within = _walked(trees, root, classes, where)
+    left_out = _suffixes(files)
+    left_out[_HIDDEN] = num_hidden + num_within
+    images = [file for file in files if file.suffix in IMAGE_SUFFIXES]
+    arrays = [file for file in files if file.suffix == ARRAY_SUFFIX]
+    if images:
+        left_out[ARRAY_SUFFIX] = len(arrays)
+    labels = {name: label for label, name in enumerate(classes)}
+    samples: list[list[TreeSample]] = [[] for _ in trees]
+    for top, tree, _, path, _, value in images or arrays:
+        samples[tree].append(TreeSample(labels[top], path, value))
+    for of_tree in samples:
+        of_tree.sort()
+    paths = [path for path, _, _ in beside]
+    return Layout(tuple(classes), samples, +left_out, flat, root, files, paths)
 
 
-def join(folder: str, name: str) -> str:
-    """Return the path of an entry of a folder."""
-    return f"{folder}/{name}" if folder else name
+def _listed(
+    trees: Sequence[FileTree], folder: str
+) -> tuple[list[str], list[Entry], int]:
+    """Return the names of the folders in a folder, its other entries by their paths, and how many are hidden."""
+    entries = [entry for tree in trees for entry in tree.entries(folder)]
+    visible = [entry for entry in entries if not is_left_out(entry.name)]
+    names = {name for name, kind, _ in visible if kind == FOLDER}
+    others = [
+        Entry(join(folder, name), kind, value)
+        for name, kind, value in visible
+        if kind != FOLDER
+    ]
+    others.sort(key=itemgetter(0))
+    return sorted(names), others, len(entries) - len(visible)
+
+
+def _walked(
+    trees: Sequence[FileTree], root: str, tops: Sequence[str], where: str
+) -> tuple[list[_File], int]:
+    """Return the files in and below the top folders of a root, each folder once, and how many are hidden."""
+    files = []
+    num_hidden = 0
+    for top, (number, tree) in itertools.product(tops, enumerate(trees)):
+        visited = set[Hashable]()
+        folders = [join(root, top)]
+        for folder in folders:  # the loop appends to the list
+            identity = tree.identity(folder)
+            if identity in visited:
+                continue
+            visited.add(identity)
+            names, entries, num_inner = _listed([tree], folder)
+            folders += [join(folder, name) for name in names]
+            num_hidden += num_inner
+            for path, kind, value in entries:
+                suffix = suffix_of(path)
+                if kind != FILE and suffix in _SUFFIXES:
+                    raise StoreError(
+                        f"{where}/{path} is not an image: it is {kind}, not a regular file; remove it"
+                    )
+                files.append(_File(top, number, folder, path, suffix, value))
+    return files, num_hidden
+
+
+def _suffixes(files: Iterable[_File]) -> LeftOut:
+    """Return the number of files of each suffix, of those that are no images or arrays."""
+    suffixes = (file.suffix for file in files if file.suffix not in _SUFFIXES)
+    return LeftOut(suffix or "without a suffix" for suffix in suffixes)
+
+
+def _holding(files: Sequence[_File]) -> dict[str, list[_File]]:
+    """Return the images of each top folder that has any, or its arrays."""
+    images = defaultdict[str, list[_File]](list)
+    arrays = defaultdict[str, list[_File]](list)
+    for file in files:
+        if file.suffix in IMAGE_SUFFIXES:
+            images[file.top].append(file)
+        elif file.suffix == ARRAY_SUFFIX:
+            arrays[file.top].append(file)
+    return arrays | images
+
+
+def _around(files: Sequence[_File]) -> list[str]:
+    """Return the names of folders, each in the one before, that all samples are below, none of them directly."""
+    samples = itertools.chain.from_iterable(_holding(files).values())
+    folders = {file.folder for file in samples}
+    common = posixpath.commonpath(map(posixpath.dirname, folders)) if folders else ""
+    return common.split("/") if common else []
 
 
 def tell_left_out(
@@ -251,157 +291,56 @@ def words_of(left_out: LeftOut) -> str:
     return _first_of([f"{num:,} {reason}" for reason, num in left_out.most_common()])
 
 
-def _top(
-    trees: Sequence[FileTree], root: str
-) -> tuple[list[TreeSample], set[str], int, list[str]]:
-    """Return a folder's own images, the names of its folders, the number of hidden entries, and its files."""
-    flat = list[TreeSample]()
-    names = set[str]()
-    num_hidden = 0
-    others = list[str]()
-    for name, kind, value in itertools.chain.from_iterable(
-        tree.entries(root) for tree in trees
-    ):
-        if is_left_out(name):
-            num_hidden += 1
-        elif kind == FOLDER:
-            names.add(name)
-        else:
-            others.append(join(root, name))
-            if kind == FILE and suffix_of(name) in IMAGE_SUFFIXES:
-                flat.append((join(root, name), value))
-    return flat, names, num_hidden, sorted(others)
+def check_classes(
+    where: str, target_column: str, layout: Layout
+) -> tuple[str, list[str]]:
+    """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
 
-
-def _files(trees: Sequence[FileTree], top: str, where: str) -> _Files:
-    """Return the files of a folder and of all folders below it, unordered."""
-    files = _Files()
-    for number, tree in enumerate(trees):
-        visited = set[Hashable]()
-        folders = [top]
-        for folder in folders:  # the loop appends to the list
-            identity = tree.identity(folder)
-            if identity not in visited:
-                visited.add(identity)
-                folders += _add_folder(files, number, tree, folder, where)
-    return files
-
-
-def _add_folder(
-    files: _Files, number: int, tree: FileTree, folder: str, where: str
-) -> list[str]:
-    """Add the files of a folder; return the folders in it. `a.txt` belongs to `a.jpg`, and `a.jpg.json` too."""
-    within = list[str]()
-    unknown = list[str]()
-    images = set[str]()
-    num_samples = len(files.images) + len(files.arrays)
-    for name, kind, value in tree.entries(folder):
-        path = f"{folder}/{name}"
-        suffix = suffix_of(name)
-        if is_left_out(name):
-            files.num_hidden += 1
-        elif kind == FOLDER:
-            within.append(path)
-        elif suffix not in _SUFFIXES:
-            unknown.append(name)
-        elif kind != FILE:
-            raise StoreError(
-                f"{where}/{path} is not an image: it is {kind}, not a regular file; remove it"
-            )
-        elif suffix == ARRAY_SUFFIX:
-            files.arrays.append((number, path, value))
-        else:
-            images |= {name, name[: -len(suffix)]}
-            files.images.append((number, path, value))
-    if len(files.images) + len(files.arrays) > num_samples:
-        files.folders.append(folder)
-    for name in sorted(unknown):
-        files.others.append(f"{folder}/{name}")
-        starts = itertools.accumulate(name.split("."), "{}.{}".format)
-        if not images.isdisjoint(starts):
-            files.of_images.append(f"{folder}/{name}")
-    return sorted(within)
-
-
-def _folders_around(
-    trees: Sequence[FileTree], by_class: Mapping[str, _Files]
-) -> Iterator[str]:
-    """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
-
-    An empty folder next to one is a class without samples, so the other is a class too.
+    Returns:
+        The class that all samples have, empty if there are several; and the files that are not read.
     """
-    if sum(bool(files.samples) for files in by_class.values()) != 1:
-        return
-    parts = [
-        path.split("/") for files in by_class.values() for _, path, _ in files.samples
-    ]
-    root = ""
-    for depth in range(min(map(len, parts)) - 2):
-        name = parts[0][depth]
-        if any(path[depth] != name for path in parts):
-            return
-        names = _top(trees, root)[1]
-        if any(_is_empty(trees, join(root, sibling)) for sibling in names - {name}):
-            return
-        root = join(root, name)
-        yield root
+    labels = {label for of_tree in layout.samples for label, _, _ in of_tree}
+    one_class = layout.classes[min(labels)] if len(labels) == 1 else ""
+    not_read = _not_read(layout)
+    if target_column == BY_FOLDER:
+        return one_class, not_read
+    full = {file.folder for file in layout.files if file.suffix in _SUFFIXES}
+    within = _folders_within(full, layout.root)
+    for parent, names in [(layout.root, layout.classes), *sorted(within.items())]:
+        refuse_splits(where, [join(parent, name) for name in splits_in(names)])
+    if not target_column:
+        return one_class, not_read
+    for reason in (
+        *(_no_classes(parent, within, full) for parent in sorted(within)),
+        *_doubts(layout),
+    ):
+        if reason:
+            raise StoreError(
+                f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set "
+                f"{_TAKE_FOLDERS}"
+            )
+    if not_read and one_class:
+        raise StoreError(
+            f"{where}: all {layout.num_samples:,} samples have the class {one_class}, and their labels "
+            f"may be in {_first_of(not_read)}, which raypipe does not read here: if it is a table that names "
+            f"the images, open it instead. Or set {_TAKE_FOLDERS}"
+        )
+    return one_class, not_read
 
 
-def _is_empty(trees: Sequence[FileTree], folder: str) -> bool:
-    """Return whether a folder has no visible entry in any tree."""
-    return all(
-        is_left_out(entry.name) for tree in trees for entry in tree.entries(folder)
-    )
-
-
-def _doubts_of(root: str, by_class: Mapping[str, _Files], others: list[str]) -> Doubts:
-    """Return the doubts about folders in a root; `others` are the files next to them, or to the root."""
-    holding = {name: files for name, files in by_class.items() if files.samples}
-    every = by_class.values()
-    full = {folder for files in every for folder in files.folders}
-    within = _folders_in(full, root)
-    splits = [[join(root, name) for name in splits_in(by_class)]]
-    reasons = list[str]()
-    for parent, names in sorted(within.items()):
-        splits.append([join(parent, name) for name in splits_in(names)])
-        reasons.append(_no_classes(parent, within, full))
-    for name in [name for name in by_class if name not in holding]:
-        folder = join(root, name)
-        if (found := by_class[name].suffixes) and len(holding) > 1:
-            reasons.append(f"the folder {folder}, with {words_of(found)} and no image")
-        elif found:
-            others = [*others, f"{folder}/"]
+def _not_read(layout: Layout) -> list[str]:
+    """Return the files and folders that are not read, and that may have labels."""
+    paths = layout.beside
+    holding = _holding(layout.files)
     if len(holding) == 1:
-        others = [*others, *(path for files in every for path in files.others)]
-    elif all(map(_numbers_images, holding, holding.values())):
-        listed = ", ".join(holding)
-        reasons.append(f"the folders {listed:.300}, which number their images")
-    return Doubts(
-        next(filter(None, splits), []),
-        list(filter(None, reasons)),
-        _labels_beside(every),
-        [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])],
-    )
+        others = [file for file in layout.files if file.suffix not in _SUFFIXES]
+        tops = dict.fromkeys(file.top for file in others if file.top not in holding)
+        folders = [f"{join(layout.root, top)}/" for top in tops]
+        paths = [*paths, *folders, *(file.path for file in others)]
+    return [path for path in paths if not _DOCUMENTS.match(posixpath.basename(path))]
 
 
-def _labels_beside(every: Iterable[_Files]) -> str:
-    """Return that files may be labels, in words, since they belong to images; empty if there are none."""
-    of_images = sorted(path for files in every for path in files.of_images)
-    if not of_images:
-        return ""
-    return (
-        f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
-        "store.target_column is then their suffix)"
-    )
-
-
-def _numbers_images(name: str, files: _Files) -> bool:
-    """Return whether a folder has the number of its first image."""
-    first = min(path for _, path, _ in files.samples)
-    return name.isdecimal() and PurePosixPath(first).stem == name
-
-
-def _folders_in(full: Collection[str], root: str) -> dict[str, set[str]]:
+def _folders_within(full: Collection[str], root: str) -> dict[str, set[str]]:
     """Return the names of the folders in each folder, of those with samples in or below them."""
     within = defaultdict[str, set[str]](set)
     for folder in full:
@@ -414,7 +353,50 @@ def _folders_in(full: Collection[str], root: str) -> dict[str, set[str]]:
     return dict(within)
 
 
-def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str]) -> str:
+def _doubts(layout: Layout) -> Iterator[str]:
+    """Yield the reasons why files show that folders may not be classes, in words."""
+    holding = _holding(layout.files)
+    if len(holding) > 1:
+        for top, files in itertools.groupby(layout.files, key=attrgetter("top")):
+            if top not in holding:
+                found = words_of(_suffixes(files))
+                folder = join(layout.root, top)
+                yield f"the folder {folder}, with {found} and no image"
+        if all(map(_numbers_images, holding, holding.values())):
+            listed = ", ".join(sorted(holding))
+            yield f"the folders {listed:.300}, which number their images"
+    if of_images := _of_images(layout.files):
+        yield (
+            f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
+            "store.target_column is then their suffix)"
+        )
+
+
+def _of_images(files: Sequence[_File]) -> list[str]:
+    """Return the paths that belong to images: `a.txt` belongs to `a.jpg`, and `a.jpg.json` too."""
+    others = [file for file in files if file.suffix not in _SUFFIXES]
+    images = set[tuple[int, str]]()
+    for _, tree, _, path, suffix, _ in files if others else ():
+        if suffix in IMAGE_SUFFIXES:
+            images |= {(tree, path), (tree, path[: -len(suffix)])}
+    found = []
+    for _, tree, folder, path, _, _ in others:
+        parts = path.removeprefix(f"{folder}/").split(".")
+        starts = itertools.accumulate(parts, "{}.{}".format)
+        if any((tree, f"{folder}/{start}") in images for start in starts):
+            found.append(path)
+    return sorted(found)
+
+
+def _numbers_images(name: str, files: Iterable[_File]) -> bool:
+    """Return whether a folder has the number of its first image."""
+    first = min(file.path for file in files)
+    return name.isdecimal() and PurePosixPath(first).stem == name
+
+
+def _no_classes(
+    parent: str, within: Mapping[str, set[str]], full: Collection[str]
+) -> str:
     """Return why folders next to each other are not classes, in words; empty if they may be."""
 
     def inner(folder: str) -> set[str]:
@@ -446,36 +428,6 @@ def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str])
     ):
         return f"the folders {listed:.300}, which are the first letters of the folders in them"
     return ""
-
-
-def check_classes(
-    where: str, target_column: str, layout: Layout
-) -> tuple[str, list[str]]:
-    """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
-
-    Returns:
-        The class that all samples have, empty if there are several; and the files that are not read.
-    """
-    doubts = layout.doubts
-    num_by_class = layout.nums
-    holding = [name for name, num in num_by_class.items() if num]
-    told = holding[0] if len(holding) == 1 else "", doubts.others
-    if target_column == BY_FOLDER:
-        return told
-    refuse_splits(where, doubts.splits)
-    if not target_column:
-        return told
-    for reason in filter(None, (*doubts.reasons, doubts.labels)):
-        raise StoreError(
-            f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
-        )
-    if doubts.others and len(holding) == 1:
-        raise StoreError(
-            f"{where}: all {sum(num_by_class.values()):,} samples have the class {holding[0]}, and their labels "
-            f"may be in {_first_of(doubts.others)}, which raypipe does not read here: if it is a table that names "
-            f"the images, open it instead. Or set {_TAKE_FOLDERS}"
-        )
-    return told
 
 
 def refuse_splits(where: str, splits: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
@@ -36,19 +35,17 @@ from raypipe.stores.class_folders import (
     FileTree,
     Layout,
     LeftOut,
+    TreeSample,
     check_classes,
     find_classes,
     tell_left_out,
     words_of,
 )
 from raypipe.stores.image_files import FileFacts, read_files, written_at
-from raypipe.stores.memory_tree import MemoryTree, TreeFile
+from raypipe.stores.memory_tree import MemoryTree
 from raypipe.stores.tables import ListedFiles, as_table
 
 _DEFAULT = "label"
-
-_File = tuple[str, int]
-"""Path of a file from the root, and its size; -1 for a local file, whose size is read only when needed."""
 
 
 class FolderStore(FileStore["_Images | ListedFiles"]):
@@ -91,21 +88,24 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
             raise StoreError(f"{self.address} cannot be scanned: {error}") from error
         if "(?P<" in target_column:
             return self._labeled_by(target_column, layout)
-        listing = *self._samples(layout), version
+        classes, samples = self._samples(layout)
+        # plain lists are sent faster
+        labels, paths, sizes = map(list, zip(*samples, strict=True))
+        listing = classes, labels, paths, sizes, version
         if version:
             self._listing = listing
         return _Images(self.address, *listing)
 
     def _labeled_by(self, pattern: str, layout: Layout) -> ListedFiles:
         """Return the images in no folder, whose labels a pattern finds in their names."""
-        images = [path for path, _ in layout.flat]
+        images = [path for _, path, _ in layout.flat]
         if not images:
             raise StoreError(
                 f"{self.address} has no images outside of folders, in whose names target_column={pattern!r:.100} "
                 "would find labels: choose a folder of images"
             )
         if not self._identity:
-            in_folders = +LeftOut({"in folders": sum(layout.nums.values())})
+            in_folders = +LeftOut({"in folders": layout.num_samples})
             tell_left_out(self.address, len(images), in_folders)
         rows = pa.table({"path": images})
         with as_table(self.address):
@@ -113,21 +113,19 @@ class FolderStore(FileStore["_Images | ListedFiles"]):
 
     def _samples(
         self, layout: Layout
-    ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
-        """Return class names, the number of samples of each, and the samples in order."""
+    ) -> tuple[tuple[str, ...] | None, list[TreeSample]]:
+        """Return class names, and the samples in order."""
         (target_column,) = self._options
-        (by_class,) = layout.samples
-        nums = list(map(len, by_class))
-        samples = list(itertools.chain.from_iterable(by_class))
+        (samples,) = layout.samples
         if not samples and layout.flat and not target_column:
-            return None, [len(layout.flat)], layout.flat
+            return None, layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
         told = check_classes(self.address, target_column, layout)
         if not self._identity:
             # other processes were sent the store by one that said so
             tell_left_out(self.address, len(samples), layout.left_out, *told)
-        return layout.classes, nums, samples
+        return layout.classes, samples
 
 
 def _nothing(address: str, layout: Layout) -> str:
@@ -135,7 +133,7 @@ def _nothing(address: str, layout: Layout) -> str:
     if layout.flat:
         return (
             f"{address} has {len(layout.flat):,} images and no class folders with images: put the images of each "
-            f"class into a folder of its own, such as {address}/cat/{layout.flat[0][0]}, or set "
+            f"class into a folder of its own, such as {address}/cat/{layout.flat[0].path}, or set "
             "store.target_column to '' to read them without labels, or to a pattern of the labels in their names, "
             r"such as '(?P<label>\d+)_'"
         )
@@ -156,9 +154,10 @@ class _Images(FileFacts):
         self,
         root: str,
         classes: tuple[str, ...] | None,
-        num: Sequence[int],
-        files: Sequence[_File],
-        version: str = "",
+        labels: Sequence[int],
+        paths: Sequence[str],
+        sizes: Sequence[int],
+        version: str,
     ) -> None:
         self._root = root
         self._version = version
@@ -167,9 +166,10 @@ class _Images(FileFacts):
         if classes is not None:
             fields["label"] = pa.int64()
         self.schema = pa.schema(fields)
-        self._labels = np.repeat(np.arange(len(num)), num)
-        self._paths = [path for path, _ in files]
-        self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
+        self._labels = np.array(labels, np.int64)
+        self._paths = paths
+        # -1 for a local file, whose size is read only when needed
+        self._sizes = np.array(sizes, np.int64)
         self.identity = hash_of_facts((classes, self._paths))
 
     def __len__(self) -> int:
@@ -263,9 +263,8 @@ def _list_objects(address: str) -> tuple[MemoryTree, str]:
             infos += below
     tree = MemoryTree(missing=0)
     for info in infos:
-        is_file = info.type == pyarrow.fs.FileType.File
-        path = info.path.removeprefix(f"{root}/")
-        tree.add(path, TreeFile(info.size) if is_file else None)
+        kind = FILE if info.type == pyarrow.fs.FileType.File else FOLDER
+        tree.add(Entry(info.path.removeprefix(f"{root}/"), kind, info.size))
     written = sorted((info.path, info.size, info.mtime_ns) for info in infos)
     return tree, hash_of_facts(written)
 

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-from raypipe.stores.class_folders import FILE, FOLDER, Entry, join
+from raypipe.stores.class_folders import FILE, FOLDER, LINK, Entry, join
 
 _MAX_LINKS = 40  # the limit of Linux
-
-
-class TreeFile(NamedTuple):
-    """A file of a tree, with what its owner knows of it."""
-
-    value: Any
-
-
-class Link(NamedTuple):
-    """A symbolic link of a tree; a target that begins with / leads out of it."""
-
-    target: str
-
-
-class Special(NamedTuple):
-    """An entry that is neither file nor folder, in words."""
-
-    kind: str
-
-
-Node = TreeFile | Link | Special | None
-"""An entry of a tree; None = a folder."""
 
 
 class MemoryTree:
@@ -37,47 +15,49 @@ class MemoryTree:
 
     Args:
         missing: the value of a link that leads nowhere, or out of the tree.
+        entries: what `add` is given, in order.
     """
 
-    def __init__(self, missing: Any) -> None:
+    def __init__(self, missing: Any, entries: Iterable[Entry] = ()) -> None:
         self._root: dict[str, Any] = {}
         self._missing = missing
+        for entry in entries:
+            self.add(entry)
 
-    def add(self, path: str, node: Node) -> None:
-        """Add an entry, and the folders around it; the last of equal paths counts."""
-        *parents, name = path.split("/")
+    def add(self, entry: Entry) -> None:
+        """Add an entry, whose name is a path, and the folders around it; the last of equal paths counts."""
+        *parents, name = entry.name.split("/")
         folder = self._root
         for end, parent in enumerate(parents, 1):
             inner = folder.get(parent)
-            if isinstance(inner, Link):
+            if _is_link(inner):
                 # entries behind a link to a folder are in that folder
                 inner = self._node("/".join(parents[:end]))
             if not isinstance(inner, dict):
                 inner = folder[parent] = {}
             folder = inner
-        if node is not None:
-            folder[name] = node
+        if entry.kind != FOLDER:
+            folder[name] = entry
         elif not isinstance(folder.get(name), dict):
             folder[name] = {}
 
-    def find(self, path: str) -> TreeFile | None:
-        """Return the file at a path, links followed."""
-        node = self._node(path)
-        return node if isinstance(node, TreeFile) else None
+    def find(self, path: str) -> Any:
+        """Return the value of the file at a path, links followed."""
+        return self._found("", self._node(path)).value
 
     def entries(self, folder: str) -> Iterable[Entry]:
         node = self._node(folder)
         for name, child in node.items() if isinstance(node, dict) else ():
-            if isinstance(child, Link):
-                target = self._node(join(folder, name))
-            else:
-                target = child
-            if isinstance(target, dict):
-                yield Entry(name, FOLDER)
-            elif isinstance(target, Special):
-                yield Entry(name, target.kind)
-            else:
-                yield Entry(name, FILE, target.value if target else self._missing)
+            is_link = _is_link(child)
+            yield self._found(
+                name, self._node(join(folder, name)) if is_link else child
+            )
+
+    def _found(self, name: str, node: Any) -> Entry:
+        if isinstance(node, dict):
+            return Entry(name, FOLDER, self._missing)
+        kind, value = node[1:] if node else (FILE, self._missing)
+        return Entry(name, kind, value)
 
     def identity(self, folder: str) -> Hashable:
         return id(self._node(folder))
@@ -97,18 +77,19 @@ class MemoryTree:
                 around.pop()
                 continue
             folder = around[-1]
-            node = folder.get(name) if isinstance(folder, dict) else None
-            if isinstance(node, Link):
+            node: Any = folder.get(name) if isinstance(folder, dict) else None
+            if _is_link(node):
                 num_links += 1
-                if (
-                    num_links > _MAX_LINKS
-                    or not node.target
-                    or node.target.startswith("/")
-                ):
+                target = node.kind.removeprefix(LINK)
+                if num_links > _MAX_LINKS or not target or target.startswith("/"):
                     return None
-                pending += node.target.split("/")[::-1]
+                pending += target.split("/")[::-1]
             elif node is None:
                 return None
             else:
                 around.append(node)
         return around[-1]
+
+
+def _is_link(node: Any) -> bool:
+    return isinstance(node, Entry) and node.kind.startswith(LINK)

@@ -25,7 +25,6 @@ from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore, hash_of_facts
 from raypipe.stores.class_folders import LeftOut, tell_left_out
-from raypipe.stores.class_tar import index_tars
 from raypipe.stores.kept import kept, path_of
 from raypipe.stores.kinds import COMPRESSED
 from raypipe.stores.tar_index import (
@@ -38,6 +37,7 @@ from raypipe.stores.tar_index import (
     keep_in_run,
 )
 from raypipe.stores.tar_jumps import Jumps
+from raypipe.stores.tar_layouts import index_tars
 from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
 from raypipe.stores.webdataset import Indexed, Scan

@@ -1,8 +1,8 @@
 """Indexes of tars: their scans, kept so that each is made once.
 
     CACHE/tars/HASH.arrow                              of a store's remote or large tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-14.index       of one tar, next to it, which `raypipe index` writes
-    RUN/index/HASH-14.index                            of a store's tars, for the other nodes of a run
+    FOLDER/_raypipe_index/NAME.tar.HASH-15.index       of one tar, next to it, which `raypipe index` writes
+    RUN/index/HASH-15.index                            of a store's tars, for the other nodes of a run
 
 The index of a tar names its size and version, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -43,7 +43,7 @@ from raypipe.stores.webdataset import Indexed, Scan
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-VERSION = 14  # the scans' form has this version
+VERSION = 15  # the scans' form has this version
 SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
 _WRONG = (*UNUSABLE, StoreError, ConfigError, struct.error)

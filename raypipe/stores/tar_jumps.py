@@ -35,14 +35,9 @@ class Jumps(RangeInput):
             UnfitError: most of the tar would be read, by many requests.
         """
         end = min(start + num_bytes, self._size)
-        if start >= end:
-            return b""
-        first = start // _BLOCK_BYTES
-        content = b"".join(
-            self._block(number) for number in range(first, -(-end // _BLOCK_BYTES))
-        )
-        begin = start - first * _BLOCK_BYTES
-        return content[begin : begin + end - start]
+        first, begin = divmod(start, _BLOCK_BYTES)
+        blocks = map(self._block, range(first, -(-end // _BLOCK_BYTES)))
+        return b"".join(blocks)[begin : begin + max(0, end - start)]
 
     def _block(self, number: int) -> bytes:
         if number not in self._blocks:

@@ -96,62 +96,79 @@ class TarSamples:
         def read(
             number: int, rows: np.ndarray, columns: tuple[str, ...]
         ) -> dict[str, Any]:
-            shard = int(self._numbers[number])
-            name = self._tars[shard].address
+            shard = self._numbers[number]
             found: dict[str, Any] = {}
             for column in columns:
-                values = self._index[column][rows + self._bounds[number]]
-                if column == "label":
-                    found[column] = values
-                    continue
-                contents = [
-                    _content(readers[number], name, self._sparse[shard], *place)
-                    for place in values.tolist()
-                ]
-                found[column] = contents
-                if column != "image":
-                    is_text = column in TEXT_SUFFIXES
-                    values = map(as_text, contents) if is_text else contents
-                    found[column] = pa.array(values, self.schema.field(column).type)
+                values: Any = self._index[column][rows + self._bounds[number]]
+                if column in placed:
+                    name = self._tars[shard].address
+                    sparse = self._sparse[shard]
+                    values = [
+                        _content(readers[number], name, sparse, *place)
+                        for place in values.tolist()
+                    ]
+                if column in TEXT_SUFFIXES:
+                    values = map(as_text, values)
+                if column in placed and column != "image":
+                    values = pa.array(values, self.schema.field(column).type)
+                found[column] = values
             return found
 
         return gathered(indices, self._bounds, self.schema, columns, read)
 
-    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Reader]:
+    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Any]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
-        entries = [self._entry_of(number, placed) for number in numbers]
-        readers = list(map(_reader_of, entries))
+        readers = [self._reader(number, placed) for number in numbers]
         if None in readers:
-            return in_threads(lambda entry: _reader_of(entry, may_fetch=True), entries)
+            return in_threads(
+                lambda number: self._reader(number, placed, may_fetch=True), numbers
+            )
         return readers
 
-    def _entry_of(
-        self, number: int, placed: tuple[str, ...]
-    ) -> OpenFile | Unpacked | RemoteFile | ByteRanges:
-        """Return the local file that samples are in, or the cache's entry: a part if they are read in groups."""
-        file = self._tars[self._numbers[number]]
-        if isinstance(file, RemoteFile) and self.groups is not None:
-            return self._ranges_of(number, placed)
-        return file
+    def _reader(
+        self, number: int, placed: tuple[str, ...], may_fetch: bool = False
+    ) -> Reader | None:
+        """Return the open file or part that a run of samples is in; None if it would have to be fetched."""
+        tar = self._tars[self._numbers[number]]
+        if isinstance(tar, OpenFile):
+            return tar
+        cache = shared_cache()
+        find = cache.get if may_fetch else cache.find
+        if self.groups is None or isinstance(tar, Unpacked):
+            return find(tar, OpenFile)
+        if (whole := cache.find(tar, OpenFile)) is not None:
+            return whole
+        part = self._ranges_of(number, placed, tar)
+        return find(part, lambda path: ByteRangesReader(path, part))
 
-    def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
-        """Return the bytes that columns of a group have in their tar, with small gaps."""
-        shard = int(self._numbers[number])
-        file = self._tars[shard]
-        assert isinstance(file, RemoteFile), "others have no parts"
+    def _ranges_of(
+        self, number: int, placed: tuple[str, ...], tar: RemoteFile
+    ) -> ByteRanges:
+        """Return the bytes of a group's members and their headers, joined across small gaps."""
         first, last = self._bounds[number : number + 2]
         places = np.concatenate([self._index[name][first:last] for name in placed])
-        return ByteRanges(
-            file, _joined_ranges(places, self._sparse[shard], file.num_bytes)
-        )
+        starts, sizes = places[np.argsort(places[:, 0])].T
+        are_read = (starts >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
+        sparse = self._sparse[self._numbers[number]]
+        stored = [
+            sum(length for _, length in sparse.get(str(start), [[0, size]]))
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+        begins = np.maximum(starts - tarfile.BLOCKSIZE, 0)  # the header has the name
+        ends = np.minimum(starts + stored, tar.num_bytes)
+        are_read &= begins < ends
+        begins = begins[are_read]
+        ends = np.maximum.accumulate(ends[are_read])
+        are_apart = begins[1:] > ends[:-1] + _GAP_BYTES
+        firsts = np.append(begins[:1], begins[1:][are_apart])
+        lasts = np.append(ends[:-1][are_apart], ends[-1:])
+        return ByteRanges(tar, tuple(zip(firsts.tolist(), lasts.tolist(), strict=True)))
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
         placed = _placed(columns)
-        return all(
-            _reader_of(self._entry_of(number, placed)) is not None
-            for number, _ in by_part(indices, self._bounds)
-        )
+        parts = by_part(indices, self._bounds)
+        return all(self._reader(number, placed) is not None for number, _ in parts)
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys or paths of samples."""
@@ -168,50 +185,11 @@ def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in columns if name != "label")
 
 
-def _reader_of(
-    entry: OpenFile | Unpacked | RemoteFile | ByteRanges, may_fetch: bool = False
-) -> Any:
-    """Return the `Reader` of an entry that is on this node's disk, or is fetched; else None."""
-    if isinstance(entry, OpenFile):
-        return entry
-    cache = shared_cache()
-    find = cache.get if may_fetch else cache.find
-    if not isinstance(entry, ByteRanges):
-        return find(entry, OpenFile)
-    whole = cache.find(entry.file, OpenFile)
-    return whole or find(entry, lambda path: ByteRangesReader(path, entry))
-
-
 def _type_of(name: str, values: np.ndarray) -> pa.DataType:
     """Return the type of a column, from its values if they are labels."""
     if name == "label":
         return array_type(values.dtype, values.shape[1:])
     return pa.string() if name in TEXT_SUFFIXES else pa.binary()
-
-
-def _joined_ranges(
-    places: np.ndarray, sparse: Mapping[str, list[list[int]]], num_bytes: int
-) -> tuple[tuple[int, int], ...]:
-    """Return begin and end of the ranges that members and their headers occupy, joined across small gaps.
-
-    Args:
-        places: position and size of each member, (N, 2); -1 = no member.
-        sparse: see `_content`.
-        num_bytes: size of the tar.
-    """
-    sizes = places[:, 1]
-    are_read = (places[:, 0] >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
-    ranges: list[list[int]] = []
-    for start, size in sorted(places[are_read].tolist()):
-        stored = sparse.get(str(start), [[0, size]])
-        stored_bytes = sum(length for _, length in stored)
-        begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
-        end = min(start + stored_bytes, num_bytes)
-        if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
-            ranges[-1][1] = max(ranges[-1][1], end)
-        elif begin < end:
-            ranges.append([begin, end])
-    return tuple((begin, end) for begin, end in ranges)
 
 
 def _content(
@@ -222,33 +200,25 @@ def _content(
     num_bytes: int,
 ) -> bytes | None:
     """Return the bytes of a member; None for no member, more than 512 MiB, or holes beyond the limit of a read."""
-    if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
-        return None
     parts = sparse.get(str(start)) if sparse else None
-    if parts is None:
-        content = file.pread(num_bytes, start)
-    elif num_bytes > max(
-        read_limit() // _NUM_WITH_HOLES, GROWTH * sum(length for _, length in parts)
-    ):
+    stored_bytes = num_bytes
+    if parts is not None:
+        stored_bytes = sum(length for _, length in parts)
+        limit = max(read_limit() // _NUM_WITH_HOLES, GROWTH * stored_bytes)
+        if num_bytes > limit:
+            return None
+    if num_bytes < 0 or max(num_bytes, stored_bytes) > MAX_SAMPLE_BYTES:
         return None
-    else:
-        content = _with_holes(file, start, num_bytes, parts)
-    if len(content) < num_bytes:
+    stored = file.pread(stored_bytes, start)
+    if len(stored) < stored_bytes:
         raise StoreError(
-            f"{name} has become shorter than {start + num_bytes} bytes; copy it again"
+            f"{name} has become shorter than {start + stored_bytes} bytes; copy it again"
         )
-    return content
-
-
-def _with_holes(
-    file: Reader, start: int, num_bytes: int, parts: Sequence[Sequence[int]]
-) -> bytes:
-    """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
+    if parts is None:
+        return stored
     content = bytearray(num_bytes)
-    for offset, length in parts:
-        stored = file.pread(length, start)
-        if len(stored) < length:
-            return stored
-        content[offset : offset + length] = stored
-        start += length
+    taken = 0
+    for offset, length in parts:  # stored one after the other
+        content[offset : offset + length] = stored[taken : taken + length]
+        taken += length
     return bytes(content)

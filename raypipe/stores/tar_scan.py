@@ -10,15 +10,14 @@ import io
 import re
 import tarfile
 import zlib
-from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.stores.class_folders import BY_FOLDER, LeftOut, suffix_of
-from raypipe.stores.class_tar import find_files
-from raypipe.stores.memory_tree import Link, MemoryTree, Node, Special, TreeFile
-from raypipe.stores.webdataset import MISSING, Place, Read, Scan, find_samples
+from raypipe.stores.class_folders import FILE, FOLDER, LINK, Entry, LeftOut
+from raypipe.stores.memory_tree import MemoryTree
+from raypipe.stores.tar_layouts import layout_of
+from raypipe.stores.webdataset import MISSING, Place, Read, Scan
 
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
@@ -60,18 +59,19 @@ class UnfitError(Exception):
     """A tar's headers are too close together to be read one by one."""
 
 
-def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Node:
-    """Return what a member is, with the place of its bytes; a hard link is the file that it names."""
+def _entry_of(path: str, member: tarfile.TarInfo, tree: MemoryTree) -> Entry:
+    """Return a member, with the place of its bytes; a hard link is the file that it names."""
     if member.isdir():
-        return None
+        return Entry(path, FOLDER, MISSING)
     if member.islnk():
-        return tree.find(str(PurePosixPath(member.linkname))) or TreeFile(MISSING)
+        return Entry(path, FILE, tree.find(str(PurePosixPath(member.linkname))))
     if member.issym():
-        return Link(member.linkname)
+        return Entry(path, f"{LINK}{member.linkname}", MISSING)
     if not member.isreg():
-        return Special(_KINDS.get(member.type, "of an unknown kind"))
+        return Entry(path, _KINDS.get(member.type, "of an unknown kind"), MISSING)
     modified = zlib.crc32(repr(member.mtime).encode())
-    return TreeFile((member.offset_data, member.size, modified))
+    place: Place = (member.offset_data, member.size, modified)
+    return Entry(path, FILE, place)
 
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
@@ -95,7 +95,7 @@ def _scan(
     content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str
 ) -> Scan:
     """Read all headers of a tar, and its labels."""
-    members: list[tuple[str, Node]] = []
+    members: list[Entry] = []
     tree = MemoryTree(MISSING)
     sparse = dict[str, list[list[int]]]()
     left_out = LeftOut()
@@ -120,9 +120,9 @@ def _scan(
                 continue
             if member.issparse():
                 sparse[str(member.offset_data)] = _parts_of(member)
-            node = _member_of(member, tree)
-            tree.add(str(member_path), node)
-            members.append((str(member_path), node))
+            entry = _entry_of(str(member_path), member, tree)
+            tree.add(entry)
+            members.append(entry)
         # tarfile mistakes a missing or broken header for the end; the real end mark is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
@@ -132,57 +132,6 @@ def _scan(
             )
         scan = layout_of(name, members, tree, read, image_column, target_column)
     return scan._replace(left_out=left_out + scan.left_out, sparse=sparse)
-
-
-def layout_of(
-    name: str,
-    members: Sequence[tuple[str, Node]],
-    tree: MemoryTree,
-    read: Read,
-    image_column: str,
-    target_column: str,
-) -> Scan:
-    """Return the samples of a tar or a zip, by the layout that all of its members fit.
-
-    Args:
-        members: names and nodes, in order; `tree` has the same.
-    """
-    entries = [(path, _place_of(path, node, tree)) for path, node in members if node]
-    arguments = name, entries, read, image_column, target_column
-    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
-    if (
-        scan is None
-        and image_column == "image"
-        and target_column in ("label", BY_FOLDER, "")
-    ):
-        scan = find_files(name, members, tree)
-    if scan is None and not target_column:
-        scan = find_samples(*arguments, needs_labels=False)
-    if scan is None:
-        suffixes = sorted(
-            {suffix_of(path) for path, place in entries if not isinstance(place, str)}
-            - {""}
-        )
-        has = f"; its members are {', '.join(suffixes):.200}" if suffixes else ""
-        raise StoreError(
-            f"{name} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls (or "
-            f"key.json), or an image and a text for each key{has}. If one of them has the labels, set "
-            "store.target_column to its suffix; '' reads images without labels"
-        )
-    return scan
-
-
-def _place_of(
-    path: str, node: TreeFile | Link | Special, tree: MemoryTree
-) -> Place | str:
-    """Return the place of a member's bytes, a link's included; if there are none, the kind of member in words."""
-    if isinstance(node, Special):
-        return node.kind
-    file = tree.find(path) if isinstance(node, Link) else node
-    if file is None or file.value == MISSING:
-        return "links to no member"
-    place: Place = file.value
-    return place
 
 
 class _HeaderReader(io.BufferedReader):

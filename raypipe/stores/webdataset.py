@@ -61,9 +61,9 @@ class Scan(NamedTuple):
 
     Attributes:
         keys: the samples' keys or paths, see `as_texts`.
-        places: suffix → the `Place` of each sample's member, int64 (n, 3); "" is the image.
+        places: suffix → the `Place` of each sample's member, int64 (n, 3), or `MISSING`; "" is the image.
         labels: numbers, (n,) or (n, …); None without labels.
-        kinds: the kinds of the members of class folders, see `raypipe.stores.class_tar`.
+        kinds: the kinds of the members of class folders, see `raypipe.stores.class_folders.Entry`.
         left_out: how many members are neither, by suffix.
         sparse: the parts of each sparse member, by its position.
         tar: size and version of the tar, in an index.
@@ -229,35 +229,23 @@ def find_samples(
         problem = f"sample {key!r} has no label, but others have one"
     if problem:
         raise _bad(name, problem, target_column)
-    places, unused = _places(samples, target_column)
-    if labels is not None:
-        for suffix in (_label_suffix(target_column), target_column.lower()):
-            unused.pop(f".{suffix}", None)
+    label_suffixes = (_label_suffix(target_column), target_column.lower())
+    nums = Counter(suffix for _, members in samples for suffix in members)
+    for suffix in dict.fromkeys(("image", "label", *label_suffixes)):
+        num = nums.pop(suffix, 0)  # it is no column
+        if num and (labels is None or suffix not in label_suffixes):
+            left_out[f".{suffix}"] = num
     return Scan(
         keys=as_texts(sample.key for sample in samples),
-        places=places,
+        places={suffix: _places(samples, suffix) for suffix in (_IMAGE, *nums)},
         labels=None if labels is None else _array_of(name, labels),
-        left_out=left_out + unused,
+        left_out=left_out,
     )
 
 
-def _places(
-    samples: Sequence[_Sample], target_column: str
-) -> tuple[dict[str, np.ndarray], LeftOut]:
-    """Return the members of images and columns, as `find_samples` does, and how many others there are."""
-    nums = Counter(suffix for _, members in samples for suffix in members)
-    reserved = {_IMAGE, _label_suffix(target_column), "image", "label"}
-    columns = [
-        suffix
-        for suffix, num in nums.items()
-        if suffix not in reserved and (num == len(samples) or suffix in TEXT_SUFFIXES)
-    ]
-    places = {}
-    for suffix in (_IMAGE, *columns):
-        of_samples = [members.get(suffix, MISSING) for _, members in samples]
-        places[suffix] = np.array(of_samples, np.int64)
-    unused = nums.keys() - places.keys()
-    return places, LeftOut({f".{suffix}": nums[suffix] for suffix in unused})
+def _places(samples: Sequence[_Sample], suffix: str) -> np.ndarray:
+    """Return the place of each sample's member of a suffix."""
+    return np.array([members.get(suffix, MISSING) for _, members in samples], np.int64)
 
 
 def as_texts(names: Iterable[str]) -> pa.LargeBinaryArray:
@@ -385,18 +373,18 @@ def index_samples(
     labels = _labels_of(names, scans)
     left_out = sum((scan.left_out for scan in scans), LeftOut())
     columns: dict[str, np.ndarray] = {}
-    every = [scan.places for scan in scans]
-    for suffix in dict.fromkeys(itertools.chain(*every)):
-        lacking = [suffix not in places for places in every]
-        if any(lacking) and suffix not in TEXT_SUFFIXES:
-            left_out[f".{suffix}"] += sum(np.where(lacking, 0, nums).tolist())
-            continue
-        columns[suffix or "image"] = np.concatenate(
+    for suffix in dict.fromkeys(itertools.chain(*(scan.places for scan in scans))):
+        places = np.concatenate(
             [
-                places.get(suffix, np.tile(MISSING, (num, 1)))
-                for num, places in zip(nums, every, strict=True)
+                scan.places.get(suffix, np.tile(MISSING, (len(scan.keys), 1)))
+                for scan in scans
             ]
         )
+        is_there = places[:, 0] >= 0
+        if suffix in (_IMAGE, *TEXT_SUFFIXES) or is_there.all():
+            columns[suffix or "image"] = places
+        else:
+            left_out[f".{suffix}"] += int(is_there.sum())
         if not suffix and labels is not None:
             columns["label"] = labels
     keys_of_all = pa.concat_arrays(keys)

@@ -21,11 +21,10 @@ from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import NAME, ColumnValues, as_text
-from raypipe.stores.class_folders import tell_left_out
-from raypipe.stores.class_tar import index_tars
-from raypipe.stores.memory_tree import Link, MemoryTree, Node, TreeFile
+from raypipe.stores.class_folders import FILE, FOLDER, LINK, Entry, tell_left_out
+from raypipe.stores.memory_tree import MemoryTree
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
-from raypipe.stores.tar_scan import layout_of
+from raypipe.stores.tar_layouts import index_tars, layout_of
 from raypipe.stores.webdataset import MISSING, TEXT_SUFFIXES, Indexed, Scan, as_names
 
 logger = logging.getLogger(__name__)
@@ -116,22 +115,19 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
 
 def _scan(zipped: _Zip, asked: Asked) -> Scan:
     """Return the samples of a zip; the position of a member is its number."""
-    tree = MemoryTree(MISSING)
-    members: list[tuple[str, Node]] = []
+    members: list[Entry] = []
     for number, member in enumerate(zipped.archive.infolist()):
         name = str(PurePosixPath(member.filename))
-        if name == ".":
-            continue
-        node: Node = TreeFile((number, member.file_size, 0))
+        is_link = stat.S_ISLNK(member.external_attr >> 16)
+        entry = Entry(name, FILE, (number, member.file_size, 0))
         if member.is_dir():
-            node = None
-        elif (
-            stat.S_ISLNK(member.external_attr >> 16)
-            and member.file_size <= _MAX_LINK_BYTES
-        ):
-            node = Link(os.fsdecode(zipped.read(member) or b""))
-        tree.add(name, node)
-        members.append((name, node))
+            entry = Entry(name, FOLDER, MISSING)
+        elif is_link and member.file_size <= _MAX_LINK_BYTES:
+            target = os.fsdecode(zipped.read(member) or b"")
+            entry = Entry(name, f"{LINK}{target}", MISSING)
+        if name != ".":
+            members.append(entry)
+    tree = MemoryTree(MISSING, members)
     return layout_of(zipped.path, members, tree, zipped.pread, *asked)
 
 

@@ -80,7 +80,7 @@ def kept_of(store: MemoryStore, filter: str) -> np.ndarray:
     if not filter:
         return np.ones(len(store), bool)
     try:
-        return matching(store, filter, "store.filter")
+        return matching(store, filter)
     except ConfigError as error:
         assert "is true for none" in str(error)
         return np.arange(len(store)) == 0

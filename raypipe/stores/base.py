@@ -198,9 +198,9 @@ class FileStore(ABC, Generic[C]):
         options: the other arguments of the subclass's constructor, in order.
     """
 
-    # Whether a forked child opens the store again: its contents have a lock, which the parent may have held during
-    # the fork, or are a user's.
-    _is_of_process: ClassVar[bool] = False
+    # Whether the contents have a lock. A forked child then opens the store again, since its parent may have held
+    # the lock during the fork.
+    _has_lock: ClassVar[bool] = False
 
     def __init__(self, address: str | Path, *options: Any) -> None:
         if "://" in str(address):
@@ -229,17 +229,21 @@ class FileStore(ABC, Generic[C]):
         """Open the contents of the address; raise StoreError if there are none."""
 
     @property
+    def options(self) -> tuple[Any, ...]:
+        """The arguments besides the address with which it was opened."""
+        return self._options
+
+    @property
     def _contents(self) -> C:
-        if self._is_of_process and self._pid != os.getpid():
+        if self._has_lock and self._pid != os.getpid():
             self.close()
         if self._opened is None:
             # another process has had it, if there is an identity
             opened = self._patiently(self._open) if self._identity else self._open()
+            if self._identity and self._identity != _identity_of(opened):
+                raise other_contents(self.address)
             self._opened = opened
             self._pid = os.getpid()
-            if self._identity and self._identity != _identity_of(opened):
-                self.close()
-                raise other_contents(self.address)
         return self._opened
 
     @property

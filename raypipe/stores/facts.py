@@ -25,7 +25,7 @@ def facts_of(store: Store) -> Any:
     if type(store).__module__.partition(".")[0] != "raypipe":
         return None
     schema = store.schema.remove_metadata().to_string()
-    options = repr(store._options) if isinstance(store, FileStore) else ""
+    options = repr(store.options) if isinstance(store, FileStore) else ""
     written = written_of(store)
     return [type(store).__name__, store.fingerprint, schema, options, written]
 
@@ -37,8 +37,8 @@ def written_of(store: Store) -> str:
     """
     if isinstance(store, InMemoryStore):
         store = store.inner
-    if written := getattr(store, "written", ""):
-        return written
+    if isinstance(store, FileStore):
+        return store.written
     try:
         return repr(written_facts(Path(store.address).stat()))
     except (OSError, ValueError):  # a user's store, not in a file

@@ -65,7 +65,7 @@ class ParquetStore(FileStore["_Groups | ListedFiles"]):
             one read, while in use, may keep up to a quarter of it in addition.
     """
 
-    _is_of_process = True
+    _has_lock = True
 
     def __init__(
         self,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from typing import Any, TypeVar
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import RaypipeError, StoreError
-from raypipe.stores.base import Columns, FileStore, hash_of_facts
+from raypipe.stores.base import (
+    Columns,
+    check_columns,
+    check_indices,
+    hash_of_facts,
+    other_contents,
+)
 
-_T = TypeVar("_T")
 
-
-class SimpleStore(FileStore["_Samples"]):
+class SimpleStore(ABC):
     """A `Store` at an address, of samples that are read one by one.
 
     A subclass has a `schema`, the names and Arrow types of the columns, and the four methods below. `classes` and
@@ -28,10 +33,28 @@ class SimpleStore(FileStore["_Samples"]):
         options: further arguments of a subclass, with which other processes get the store too.
     """
 
-    _is_of_process = True
-    schema: pa.Schema = pa.schema([])
+    schema: pa.Schema
     classes: tuple[str, ...] | None = None
     groups: np.ndarray | None = None
+
+    def __init__(self, address: str | Path, *options: Any) -> None:
+        is_uri = "://" in str(address)
+        self.address = str(address if is_uri else Path(address).absolute())
+        self._options = options
+        self._opened: Any = None
+        self._pid = 0
+        self._count: int | None = None
+        self._fingerprint = ""
+        # The fingerprint where the process that sent the store here had opened it; "" = it was not sent.
+        self._sent_fingerprint = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = self.fingerprint if self._pid else self._sent_fingerprint
+        return (
+            type(self),
+            (self.address, *self._options),
+            {"_sent_fingerprint": sent},
+        )
 
     @abstractmethod
     def open(self) -> Any:
@@ -52,17 +75,56 @@ class SimpleStore(FileStore["_Samples"]):
     @property
     def opened(self) -> Any:
         """The result of `open`, which is called once per process, when it is first used."""
-        return self._contents.opened
+        if self._pid != os.getpid():
+            self.close()
+            with self._explained():
+                self._opened = self.open()
+            self._pid = os.getpid()
+            if self._sent_fingerprint not in ("", self.fingerprint):
+                self.close()
+                raise other_contents(self.address)
+        return self._opened
 
-    def _open(self) -> _Samples:
-        return self._patiently(lambda: _Samples(self, self.open()))
+    @property
+    def fingerprint(self) -> str:
+        if not self._fingerprint:
+            with self._explained():
+                self._fingerprint = hash_of_facts(self.facts())
+        return self._fingerprint
 
-    def _patiently(self, do: Callable[[], _T]) -> _T:
-        with self.explained():
-            return do()
+    def __len__(self) -> int:
+        if self._count is None:
+            with self._explained():
+                self._count = self.count()
+        return self._count
+
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
+        """Read samples, see `Store.read`."""
+        rows = check_indices(indices, len(self), self.address)
+        check_columns(columns, self.schema.names, self.address)
+        with self._explained():
+            samples = [self.sample(index) for index in rows.tolist()]
+            images = None
+            if "image" in columns:
+                images = [sample["image"] for sample in samples]
+            arrays = {}
+            for name in columns:
+                if name != "image":
+                    values = [sample[name] for sample in samples]
+                    arrays[name] = pa.array(values, self.schema.field(name).type)
+        return Columns(images, pa.table(arrays))
+
+    def close(self) -> None:
+        """Forget what was opened; the next read opens it again."""
+        self._opened = None
+        self._pid = 0
+        self._count = None
+        self._fingerprint = ""
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """Context manager: turn an error of the subclass, which may have any type, into StoreError."""
         try:
             yield
@@ -72,39 +134,3 @@ class SimpleStore(FileStore["_Samples"]):
             raise StoreError(
                 f"{self.address} cannot be read: {type(error).__name__}: {error}"
             ) from error
-
-
-class _Samples:
-    """The samples of an open store."""
-
-    written = ""
-
-    def __init__(self, store: SimpleStore, opened: Any) -> None:
-        self._store = store
-        self.opened = opened
-        self.schema = store.schema
-
-    @cached_property
-    def fingerprint(self) -> str:
-        with self._store.explained():
-            return hash_of_facts(self._store.facts())
-
-    @cached_property
-    def _count(self) -> int:
-        with self._store.explained():
-            return self._store.count()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, rows: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        samples = list(map(self._store.sample, rows.tolist()))
-        images = None
-        arrays = {}
-        for name in columns:
-            values = [sample[name] for sample in samples]
-            if name == "image":
-                images = values
-            else:
-                arrays[name] = pa.array(values, self.schema.field(name).type)
-        return Columns(images, pa.table(arrays))

@@ -68,6 +68,7 @@ class Settings:
         ranks: number of ranks that the rows are split over.
         actors: number of actors that the pool has from its first block on.
         traces: whether the execution records events for a trace.
+        left_out: blocks that ranks may have made themselves, and take only to leave them out.
     """
 
     pool: PoolConfig
@@ -80,6 +81,7 @@ class Settings:
     log_format: LogFormat = "text"
     actors: int = 0
     traces: bool = False
+    left_out: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A process that receives the settings runs the execution or works for it.
@@ -172,9 +174,19 @@ class InFlightPolicy(BackpressurePolicy):
         if op is self._flow.reader:
             # Only one read task runs at a time: rows of a later task would fill the queue before earlier rows.
             return op.num_active_tasks() == 0
+        if op is not self._flow.pool:
+            return True
+        active = op.num_active_tasks()
+        waiting = self._flow.waiting()
+        limit = self._limit()
+        if active + waiting < limit:
+            return True
+        # Blocks that other ranks leave out later must not stop those that a rank waits for: the others may wait for
+        # this rank in their loops.
         return (
-            op is not self._flow.pool
-            or op.num_active_tasks() + self._flow.waiting() < self._limit()
+            self._flow.waiting_of(self._settings.ranks) > 0
+            and active < limit
+            and active + waiting < limit + self._settings.left_out
         )
 
     def max_task_output_bytes_to_read(self, op: Any) -> int | None:

@@ -111,6 +111,8 @@ def block_dataset(
         spec.log_format,
         actors,
         spec.traces,
+        # each rank goes on to twice its first ones at most, and starts a step or so from the others
+        left_out=2 * (num_first + spec.plan.config.per_step),
     )
     source = MicroBatchSource(
         spec,

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -16,6 +17,7 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.rayext.execution import Settings, context_of
+from raypipe.rayext.iteration import begun
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
@@ -51,6 +53,22 @@ def test_a_store_of_two_object_stores_streams_without_spilling(
     assert received == num
     assert memory.spilled == before.spilled
     assert memory.object_store <= room / 3
+
+
+@pytest.mark.system
+def test_a_rank_that_makes_its_own_micro_batches_stops_no_other(
+    stores: dict[str, Path], two_cpus: None
+) -> None:
+    """It leaves the pool's out only once its loop is there, and its loop may wait for the other rank."""
+    spec = open_stream(
+        str(stores["train"]),
+        plan=PlanConfig(epochs=5, micro_batch_size=4, global_batch_size=8),
+        train_transform=corner,
+        pool=PoolConfig(max_actors=1, stall_timeout_s=60.0),
+    )
+    parts = splits(spec, spec.plan.start(), max_actors=1, world_size=2, num_first=60)
+    of_rank, _ = map(begun, parts)
+    assert len(list(host_batches(of_rank))) == 30
 
 
 def corner(image: np.ndarray) -> np.ndarray:

@@ -168,10 +168,12 @@ def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(
             and found["to_step"] == STEPS
         )
         children = psutil.Process(running.pid).children(recursive=True)
+        # others may end meanwhile
         trainers = {
-            child.pid
-            for child in children
-            if "RayTrainWorker" in " ".join(child.cmdline())
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if process in children
+            and "RayTrainWorker" in " ".join(process.info["cmdline"])
         }
         (killed,) = trainers - {found["pid"]}
         os.kill(killed, signal.SIGKILL)

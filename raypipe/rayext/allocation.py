@@ -17,8 +17,8 @@ from raypipe.rayext.cluster_state import autoscaler_limits
 from raypipe.rayext.placement import cpus_name
 from raypipe.rayext.startup import Wait
 
-# CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
-_SETTLE_S = 10.0
+SETTLE_S = 10.0
+"""CPUs of a run that has just ended become free within seconds; those that stay busy longer are another job's."""
 
 # Least CPUs of a trainer, unless train.cpus_per_worker is set.
 _LEAST_SHARE = 0.25
@@ -203,7 +203,7 @@ def preflight(
     Args:
         wait: the wait for resources that other jobs hold; None = 10 seconds.
     """
-    wait = wait or Wait(_SETTLE_S)
+    wait = wait or Wait(SETTLE_S)
     while True:
         try:
             return allocate(cluster_resources(), pool, train, per_step)

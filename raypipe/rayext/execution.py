@@ -181,7 +181,7 @@ class InFlightPolicy(BackpressurePolicy):
         limit = self._limit()
         if active + waiting < limit:
             return True
-        # Blocks that other ranks leave out later must not stop those that a rank waits for: the others may wait for
+        # Blocks that other ranks will leave out must not stop those that a rank waits for: the others may wait for
         # this rank in their loops.
         return (
             self._flow.waiting_of(self._settings.ranks) > 0

@@ -436,10 +436,8 @@ class PoolKeeper:
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
                 f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)"
             )
-            if self._finished:
-                self._supervisor.note.remote(text, "no_room")
-            else:  # a start, for which nodes may have to come, is not a fault
-                self._supervisor.pool_waits.remote(text)
+            # nodes may have to come for a start
+            self._supervisor.pool_waits.remote(text, bool(self._finished))
 
     def _end_stall(
         self, now: float, finished: int, waiting: int, ranks_waiting: float

@@ -203,14 +203,20 @@ class SupervisorWatchdog:
         supervisor: handle of the stream's Supervisor.
         rank: number of the rank.
         waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
+        on_lack: called if the Supervisor says that the stream's pool finds no CPUs.
     """
 
     def __init__(
-        self, supervisor: Any, rank: int, waited_s: Callable[[], float]
+        self,
+        supervisor: Any,
+        rank: int,
+        waited_s: Callable[[], float],
+        on_lack: Callable[[], None],
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
         self._waited_s = waited_s
+        self._on_lack = on_lack
         self._process: Process | None = None  # where the Supervisor has answered from
         self._asked: Any = None
         self._asked_at = 0.0
@@ -235,7 +241,10 @@ class SupervisorWatchdog:
             self._ask(now)
         if ray.wait([self._asked], timeout=_SUPERVISOR_PERIOD_S)[0]:
             asked, self._asked = self._asked, None
-            self._process = ray.get(asked)
+            heard = ray.get(asked)
+            self._process = heard.process
+            if heard.lacks_room:
+                self._on_lack()
         elif now - self._asked_at >= _SUPERVISOR_ANSWER_S and self._process:
             self._check(self._process)
 

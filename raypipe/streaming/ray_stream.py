@@ -38,7 +38,7 @@ from raypipe.streaming.start.head_start import (
     threads_of_rank,
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
-from raypipe.streaming.start.room import ask_for_room, make_room
+from raypipe.streaming.start.room import Room
 from raypipe.streaming.supervisor import (
     POOL,
     announce_trainer,
@@ -339,15 +339,20 @@ class RayStreams:
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
         stream.connect(self._siblings > 1)
-        stream.on_end.append(ask_for_room(settings, stream.check))
+        room = Room(settings)
+        stream.on_end.append(room.give_back)
+        room.ask_for(stream.check)
+        stream.ask_again = room.ask
         if self._is_trainer and self._max_actors is None:
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
         if self._world_size == 1:
-            make_room(settings.least_actors * settings.cpus_per_actor)
+            room.make(stream.check)
         if self._max_actors is None:
-            self._max_actors = preflight(settings).max_actors
+            self._max_actors = preflight(
+                settings, wait=room.wait(stream.check)
+            ).max_actors
             if self._siblings > 1:
                 self._max_actors = min(self._max_actors, self._fair_share())
         stream.check()

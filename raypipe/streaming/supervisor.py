@@ -65,6 +65,18 @@ _REMEMBERED = (
 )
 
 
+class Heard(NamedTuple):
+    """Answer to a rank.
+
+    Attributes:
+        process: the Supervisor's process, if it watches.
+        lacks_room: whether, since rank 0 was told last, the pool came to wait for CPUs, and no actor runs.
+    """
+
+    process: Process | None
+    lacks_room: bool = False
+
+
 class Word(NamedTuple):
     """Answer to an execution.
 
@@ -140,6 +152,7 @@ class Supervisor:
         self._pool_gives = 0.0  # CPUs of actors that it will release
         self._has_begun = False  # the execution that has the pool
         self._least_cpus = 0.0  # the pool keeps these if other streams ask
+        self._lacks_room = False
         self._shared: dict[str, bytes] = {}
         # (epoch, whether it iterates the validation) → ranks
         self._validating: dict[tuple[int, bool], set[int]] = {}
@@ -281,11 +294,15 @@ class Supervisor:
 
     # The pool and the ranks
 
-    def rank_waits(self, rank: int, waited_s: float) -> Process | None:
-        """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
+    def rank_waits(self, rank: int, waited_s: float) -> Heard:
+        """A rank has waited for a batch for so long, 0 = it does not wait."""
         self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
-        return self._process
+        if rank:
+            return Heard(self._process)
+        heard = Heard(self._process, self._lacks_room)
+        self._lacks_room = False
+        return heard
 
     def num_joined(self) -> int:
         """Return the number of ranks that have called."""
@@ -405,8 +422,12 @@ class Supervisor:
         happened("size of the pool", event)
         self._record("scale", event)
 
-    def pool_waits(self, event: str) -> None:
-        """Record that the pool waits for nodes."""
+    def pool_waits(self, event: str, has_begun: bool) -> None:
+        """Record that no actor runs and that there are no CPUs for one: a fault, but of a pool that has begun."""
+        self._lacks_room = True
+        if has_begun:
+            self.note(event, "no_room")
+            return
         logger.warning("%s", event)
         self._record("scale", event)
 

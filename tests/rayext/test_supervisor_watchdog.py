@@ -28,13 +28,13 @@ def test_another_nodes_process_is_left_to_the_rank_there(
         answers = iter([True, False, False])
         ray = SimpleNamespace(
             wait=lambda asked, timeout: (asked, []) if next(answers) else ([], asked),
-            get=lambda asked: process,
+            get=lambda asked: SimpleNamespace(process=process, lacks_room=False),
             get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
         )
         monkeypatch.setattr(watchdog, "ray", ray)
         asked = SimpleNamespace(remote=lambda rank, waited_s: rank)
         supervisor: Any = SimpleNamespace(rank_waits=asked)
-        watch = SupervisorWatchdog(supervisor, 1, lambda: 0.0)
+        watch = SupervisorWatchdog(supervisor, 1, lambda: 0.0, lambda: None)
         watch.turn(0.0)
         stopped.send_signal(signal.SIGSTOP)
         until(lambda: _stat(stopped.pid)[0] == "T")

@@ -31,7 +31,8 @@ def spec_of(store: str, engine: Any) -> raypipe.StreamSpec:
             epochs=2, micro_batch_size=4, global_batch_size=8, seed=1
         ),
         transform=raypipe.TransformConfig(train="light", size=16),
-        pool=raypipe.PoolConfig(engine=engine, head_start=1),  # the pool makes the rest
+        # the pool makes the rest, but not all before ranks take some
+        pool=raypipe.PoolConfig(engine=engine, head_start=1, max_in_flight=4),
     )
 
 

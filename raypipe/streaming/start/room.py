@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Any
 import ray
 
 from raypipe.config import PoolConfig
-from raypipe.rayext.allocation import cluster_resources
+from raypipe.rayext.allocation import SETTLE_S, cluster_resources
+from raypipe.rayext.startup import Wait
 from raypipe.streaming.lifetime import end_oldest, supervisors
 
 _logger = logging.getLogger(__name__)
@@ -29,74 +29,102 @@ def make_room(cpus: float) -> None:
 
     Nobody else may be able to end them: a notebook's names and errors hold them.
     """
-
-    def has_room() -> bool:
-        deadline = time.monotonic() + _SETTLE_S
-        while cluster_resources().free_cpus < cpus:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        return True
-
-    while not has_room() and end_oldest():
+    while not _settles(cpus) and end_oldest():
         _logger.warning(
             "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the "
             "new one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
         )
 
 
-def ask_for_room(
-    pool: PoolConfig, check: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """Let the pools of this process's other streams shrink, as far as a new one needs it and they have more than
-    their smallest number of actors. CPUs that are free, but that actors of these pools will take, do not count.
+def _settles(cpus: float) -> bool:
+    """Return whether so many CPUs are free, or become so soon."""
+    deadline = time.monotonic() + _SETTLE_S
+    while cluster_resources().free_cpus < cpus:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
-    Args:
-        check: raises an error if the new stream is not wanted any more.
 
-    Returns:
-        A function that ends that.
+class Room:
+    """CPUs of this process's other streams that their pools leave to a new one.
+
+    Pools give what they have beyond their smallest number of actors. CPUs that are free, but that actors of these
+    pools will take, do not count.
     """
-    cpus = pool.least_actors * pool.cpus_per_actor
-    open_streams = supervisors()
 
-    def has_room() -> bool:
+    def __init__(self, pool: PoolConfig) -> None:
+        self._cpus = pool.least_actors * pool.cpus_per_actor
+        self._others = supervisors()
+        self._is_asked = False
+
+    def ask_for(self, check: Callable[[], None] = lambda: None) -> None:
+        """Let the others shrink if the new stream needs it, and wait until they have.
+
+        Args:
+            check: raises an error if the new stream is not wanted any more.
+        """
+        if not self._others or self._keeps_room(check):
+            return
+        deadline = time.monotonic() + _GIVE_WAY_S
+        self.ask()
+        with contextlib.ExitStack() as left:
+            left.callback(self.give_back)
+            while (
+                not self._keeps_room(check)
+                and self._may_give()
+                and time.monotonic() < deadline
+            ):
+                check()
+                time.sleep(0.1)
+            left.pop_all()
+
+    def make(self, check: Callable[[], None] = lambda: None) -> None:
+        """Let the others shrink if their pools have grown since there was room; see `make_room`."""
+        if self._others and not self._is_asked and not _settles(self._cpus):
+            self.ask_for(check)
+        make_room(self._cpus)
+
+    def wait(self, check: Callable[[], None] = lambda: None) -> Wait:
+        """Return a wait for CPUs that are held, also by pools of the others which have grown in the meantime."""
+        timeout_s = _GIVE_WAY_S if self._others else SETTLE_S
+        return Wait(timeout_s, check, tell=lambda reason: self.ask())
+
+    def ask(self) -> None:
+        """Let the others shrink, if they were not asked."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._tell(self._cpus)
+
+    def give_back(self) -> None:
+        """Let the others grow again."""
+        if self._is_asked:
+            self._is_asked = False
+            self._tell(-self._cpus)
+
+    def _tell(self, more: float) -> None:
+        for supervisor in self._others:
+            with contextlib.suppress(ray.exceptions.RayError):
+                if ray.is_initialized():  # a call would restart it
+                    supervisor.give_way.remote(more)
+
+    def _has_room(self) -> bool:
         # asked first: an actor that starts in between counts twice, and not never
-        awaited_cpus = sum(_answers("awaited_cpus", open_streams).values())
-        return cluster_resources().free_cpus - awaited_cpus >= cpus
+        awaited_cpus = sum(_answers("awaited_cpus", self._others).values())
+        return cluster_resources().free_cpus - awaited_cpus >= self._cpus
 
-    def keeps_room() -> bool:
-        if not has_room():
+    def _keeps_room(self, check: Callable[[], None]) -> bool:
+        if not self._has_room():
             return False
         until = time.monotonic() + _LATE_S
         while time.monotonic() < until:
             check()
             time.sleep(0.1)
-        return has_room()
+        return self._has_room()
 
-    def may_give() -> bool:
-        giving = _answers("giving_cpus", open_streams)
-        return len(giving) < len(open_streams) or any(giving.values())
-
-    if not open_streams or keeps_room():
-        return lambda: None
-    deadline = time.monotonic() + _GIVE_WAY_S
-
-    def ask(more: float) -> None:
-        for supervisor in open_streams:
-            with contextlib.suppress(ray.exceptions.RayError):
-                if ray.is_initialized():  # a call would restart it
-                    supervisor.give_way.remote(more)
-
-    give_back = functools.partial(ask, -cpus)
-    ask(cpus)
-    with contextlib.ExitStack() as left:
-        left.callback(give_back)
-        while not keeps_room() and may_give() and time.monotonic() < deadline:
-            check()
-            time.sleep(0.1)
-        left.pop_all()
-    return give_back
+    def _may_give(self) -> bool:
+        giving = _answers("giving_cpus", self._others)
+        return len(giving) < len(self._others) or any(giving.values())
 
 
 def _answers(method: str, open_streams: list[Any]) -> dict[Any, float]:

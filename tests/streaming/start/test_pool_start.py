@@ -121,9 +121,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "remember_group": lambda: None,
         "is_local": lambda: False,
         "start_supervisor": lambda *_, **__: Handle(),
-        "ask_for_room": lambda pool, check: lambda: None,
-        "make_room": lambda cpus: None,
-        "preflight": lambda pool: SimpleNamespace(max_actors=2),
+        "preflight": lambda pool, wait: SimpleNamespace(max_actors=2),
     }.items():
         monkeypatch.setattr(ray_stream, name, value)
 

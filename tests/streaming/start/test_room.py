@@ -45,10 +45,11 @@ def test_a_stream_waits_for_a_pool_that_gives_way(
     gives_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(monkeypatch, gives_after)
-    give_back = room.ask_for_room(PoolConfig())
+    new = room.Room(PoolConfig())
+    new.ask_for()
     assert cluster.looks == gives_after
     assert cluster.asked == [1.0] * (gives_after > 0)
-    give_back()
+    new.give_back()
     assert sum(cluster.asked) == 0.0
 
 
@@ -62,5 +63,5 @@ def test_a_stream_that_is_left_while_it_waits_asks_no_more(
             raise RaypipeError("left")
 
     with pytest.raises(RaypipeError, match="left"):
-        room.ask_for_room(PoolConfig(), check)
+        room.Room(PoolConfig()).ask_for(check)
     assert cluster.asked == [1.0, -1.0]

@@ -303,6 +303,18 @@ def bucket(
     return f"s3://{name}"
 
 
+@pytest.fixture
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[s3_server.FaultyProxy]:
+    """A proxy before the server of the bucket, by which all requests go."""
+    # pyarrow has pauses of its own between its attempts
+    monkeypatch.setattr("raypipe.storage.retries._FIRST_S", 0.01)
+    with s3_server.FaultyProxy(s3_endpoint) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        yield made
+
+
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`train` (100 samples) and `val` (22) as LMDB, and `parquet`, the training samples in groups of 10."""

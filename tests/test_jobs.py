@@ -73,11 +73,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ["digest", "STORE", "--train.num_workers", "2"],
             "error: 2 workers cannot share the 1 micro-batches",
         ),
-        pytest.param(
-            ["digest", "STORE", "--plan.micro_batch_size", "1000"],
-            "error: .* has 100 samples, fewer than a global batch",
-            marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
-        ),
     ],
 )
 def test_an_error_is_one_line_on_standard_error(

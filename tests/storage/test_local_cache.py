@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,9 @@ Put = Callable[..., RemoteFile]
 
 
 @pytest.fixture
-def proxy(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
-    """A faultless proxy before the server, to count what passes."""
-    with FaultyProxy(s3_endpoint) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(byte_ranges, "PART_BYTES", 20_000)
-        yield made
+def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    monkeypatch.setattr(byte_ranges, "PART_BYTES", 20_000)
+    return proxy
 
 
 @pytest.fixture

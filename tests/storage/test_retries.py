@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,9 @@ MANY = 9  # and than it ever did for raypipe
 
 
 @pytest.fixture
-def proxy(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_endpoint) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        write_bytes(f"{bucket}/a", b"content")
-        yield made
+def proxy(proxy: FaultyProxy, bucket: str) -> FaultyProxy:
+    write_bytes(f"{bucket}/a", b"content")
+    return proxy
 
 
 @pytest.fixture

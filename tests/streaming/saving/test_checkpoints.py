@@ -73,33 +73,25 @@ def step_of(run: Path | str) -> int | None:
 
 
 def test_a_checkpoint_is_written_and_read_through_outages(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+    bucket: str, proxy: FaultyProxy
 ) -> None:
-    monkeypatch.setattr("raypipe.storage.retries._FIRST_S", 0.01)
     run_uri = f"{bucket}/mine"
-    with FaultyProxy(s3_endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        write(run_uri, 1, 3)
-        proxy.outage = first(9, after=12)  # while it is written
-        write(run_uri, 1, 6)
-        proxy.outage = first(3, 403, "ExpiredToken", after=4)
-        assert step_of(run_uri) == 6 and proxy.faults == {
-            "SlowDown": 9,
-            "ExpiredToken": 3,
-        }
+    write(run_uri, 1, 3)
+    proxy.outage = first(9, after=12)  # while it is written
+    write(run_uri, 1, 6)
+    proxy.outage = first(3, 403, "ExpiredToken", after=4)
+    assert step_of(run_uri) == 6 and proxy.faults == {"SlowDown": 9, "ExpiredToken": 3}
 
 
 def test_an_outage_is_not_taken_for_damage(
-    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+    bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_uri = f"{bucket}/mine"
     write(run_uri, 1, 3)
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
-    with FaultyProxy(s3_endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        proxy.outage = first(10**6, after=1)
-        with pytest.raises(OutageError, match="was unavailable"):
-            find_newest(run_uri, check)
+    proxy.outage = first(10**6, after=1)
+    with pytest.raises(OutageError, match="was unavailable"):
+        find_newest(run_uri, check)
 
 
 def test_the_newest_is_found_as_it_was_written_and_two_are_kept(run: Path) -> None:

@@ -150,6 +150,24 @@ def _written(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     return {"rows": num_rows, "output": output}
 
 
+def _tiles(
+    replay: Replay, places: list[MicroBatchId]
+) -> tuple[list[list[Tile]], list[str]]:
+    """The tiles of each sample, as far as a picture has room, and the names of their columns."""
+    from raypipe.commands.preview_tiles import Preview
+
+    groups: list[list[Tile]] = []
+    names: list[str] = []
+    for place in places:
+        remade = replay.remade(place)
+        rows = range(len(remade.host.index))
+        tiles, names = Preview(remade.maker).of_micro_batch(remade, rows)
+        groups += tiles
+        if len(groups) >= _MAX_PICTURES:
+            break
+    return groups[:_MAX_PICTURES], names
+
+
 def _picture(
     replay: Replay,
     places: list[MicroBatchId],
@@ -162,20 +180,11 @@ def _picture(
             f"--output must be a .png or a .jsonl in an existing folder, got {output}"
         )
     from raypipe.commands.picture import draw_tiles, save_picture
-    from raypipe.commands.preview_tiles import Preview
 
-    groups: list[list[Tile]] = []
     try:
-        for place in places:
-            remade = replay.remade(place)
-            rows = range(len(remade.host.index))
-            tiles, names = Preview(remade.maker).of_micro_batch(remade, rows)
-            groups += tiles
-            if len(groups) >= _MAX_PICTURES:
-                break
+        groups, names = _tiles(replay, places)
     except RaypipeError as error:
         return {"output": None, "no_picture": str(error)}
-    groups = groups[:_MAX_PICTURES]
     for row, group in zip(samples, groups, strict=False):
         label = " ".join(_label(row))
         title = f"step {row['step']}, sample {row['index']} {label}".rstrip()

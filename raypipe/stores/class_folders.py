@@ -182,14 +182,22 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     arrays = [file for file in files if file.suffix == ARRAY_SUFFIX]
     if images:
         left_out[ARRAY_SUFFIX] = len(arrays)
+    samples = _labelled(images or arrays, classes, len(trees))
+    paths = [path for path, _, _ in beside]
+    return Layout(tuple(classes), samples, +left_out, flat, root, files, paths)
+
+
+def _labelled(
+    files: Sequence[_File], classes: Sequence[str], num_trees: int
+) -> list[list[TreeSample]]:
+    """Return the samples of each tree, in order, with the number of their class."""
     labels = {name: label for label, name in enumerate(classes)}
-    samples: list[list[TreeSample]] = [[] for _ in trees]
-    for top, tree, _, path, _, value in images or arrays:
+    samples: list[list[TreeSample]] = [[] for _ in range(num_trees)]
+    for top, tree, _, path, _, value in files:
         samples[tree].append(TreeSample(labels[top], path, value))
     for of_tree in samples:
         of_tree.sort()
-    paths = [path for path, _, _ in beside]
-    return Layout(tuple(classes), samples, +left_out, flat, root, files, paths)
+    return samples
 
 
 def _listed(

@@ -177,21 +177,34 @@ def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Sca
             return pc.negate_checked(value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](value(left), value(right))
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            if isinstance(op, ast.In | ast.NotIn) and isinstance(right, _LISTS):
-                found: Any = pa.scalar(False)
-                for each in map(_constant, right.elts):
-                    found = pc.or_kleene(found, _equal(value(left), each))
-                return found if isinstance(op, ast.In) else pc.invert(found)
-            if type(op) in _COMPARISONS:
-                return _COMPARISONS[type(op)](value(left), value(right))
-            text = shown(ast.unparse(node))
-            raise ConfigError(f"{text} is not allowed: `in` takes a list")
-        case ast.Compare(left=left, ops=ops, comparators=comparators):
-            sides = zip([left, *comparators], ops, comparators, strict=False)
-            pairs = (ast.Compare(left, [op], [right]) for left, op, right in sides)
-            return reduce(pc.and_kleene, map(value, pairs))
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op]):
+            return _is_in(node, value(left), isinstance(op, ast.In))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in _COMPARISONS
+        ):
+            return _COMPARISONS[type(op)](value(left), value(right))
+        case ast.Compare(ops=[_, _, *_]):
+            return reduce(pc.and_kleene, map(value, _pairs(node)))
     raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
+
+
+def _pairs(node: ast.Compare) -> list[ast.Compare]:
+    """Return the comparisons of neighbours that a chain such as 0 < label < 5 stands for."""
+    lefts = [node.left, *node.comparators]
+    sides = zip(lefts, node.ops, node.comparators, strict=False)
+    return [ast.Compare(left, [op], [right]) for left, op, right in sides]
+
+
+def _is_in(node: ast.Compare, left: pa.Array | pa.Scalar, wanted: bool) -> Any:
+    """Return whether values are, or are not, in the list on the right of a comparison."""
+    (right,) = node.comparators
+    if not isinstance(right, _LISTS):
+        text = shown(ast.unparse(node))
+        raise ConfigError(f"{text} is not allowed: `in` takes a list")
+    found: Any = pa.scalar(False)
+    for each in map(_constant, right.elts):
+        found = pc.or_kleene(found, _equal(left, each))
+    return found if wanted else pc.invert(found)
 
 
 def _constant(node: ast.expr) -> pa.Scalar:

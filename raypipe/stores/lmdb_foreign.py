@@ -41,6 +41,27 @@ def open_foreign(
     return ForeignShards(shards, listings, target_column)
 
 
+def _check_same_layout(shards: Sequence[Shard], listings: Sequence[Listing]) -> None:
+    first = listings[0]
+    for shard, listing in zip(shards, listings, strict=True):
+        if (listing.layout, listing.label_type) != (first.layout, first.label_type):
+            raise StoreError(
+                f"{shard.path} and {shards[0].path} differ: {listing.layout} with labels of type "
+                f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all LMDBs "
+                "of one store must have the same"
+            )
+
+
+def _schema_of(layout: str, label_type: str) -> pa.Schema:
+    """Return the columns of samples of a layout."""
+    fields = {"image": pa.binary()}
+    if label_type not in ("", "string"):
+        fields["label"] = _arrow_type(label_type)
+    if layout == "scene-text" or label_type == "string":
+        fields["text"] = pa.string()
+    return pa.schema(fields | {"key": pa.string()})
+
+
 class ForeignShards(Shards):
     """The shards of an open store."""
 
@@ -48,14 +69,8 @@ class ForeignShards(Shards):
         self, shards: Sequence[Shard], listings: Sequence[Listing], target_column: str
     ) -> None:
         super().__init__(shards, [len(listing.keys) for listing in listings])
+        _check_same_layout(shards, listings)
         first = listings[0]
-        for shard, listing in zip(shards, listings, strict=True):
-            if (listing.layout, listing.label_type) != (first.layout, first.label_type):
-                raise StoreError(
-                    f"{shard.path} and {shards[0].path} differ: {listing.layout} with labels of type "
-                    f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
-                    "LMDBs of one store must have the same"
-                )
         if (first.layout, first.label_type) == ("image", ""):
             listings = _with_classes_of_lsun(shards, listings)
         self._listings = listings
@@ -64,24 +79,19 @@ class ForeignShards(Shards):
         label_type = first.label_type
         if labels and isinstance(labels[0], pa.DictionaryArray):
             label_type = "int64"
-            names = [named.dictionary for named in labels]
-            every = pc.unique(pa.chunked_array(names)).sort()
+            texts = [named.dictionary for named in labels]
+            every = pc.unique(pa.chunked_array(texts)).sort()
             self.classes = tuple(every.to_pylist())
-            classes_of = (pc.index_in(each, every).cast(pa.int64()) for each in names)
+            classes_of = (pc.index_in(each, every).cast(pa.int64()) for each in texts)
             self._classes_of = [classes.to_numpy() for classes in classes_of]
             labels = [named.indices for named in labels]
         # views of what the node keeps
         self._labels = [numbers.to_numpy() for numbers in labels]
-        fields = {"image": pa.binary()}
-        if label_type not in ("", "string"):
-            fields["label"] = _arrow_type(label_type)
-        if first.layout == "scene-text" or label_type == "string":
-            fields["text"] = pa.string()
-        fields["key"] = pa.string()
-        self.schema = pa.schema(fields)
-        if target_column not in ("", "label") and "label" not in fields:
+        self.schema = _schema_of(first.layout, label_type)
+        names = self.schema.names
+        if target_column not in ("", "label") and "label" not in names:
             raise StoreError(
-                missing(shards[0].path, target_column, fields, "target_column")
+                missing(shards[0].path, target_column, names, "target_column")
             )
         facts = [hash_of_facts(self.classes)] if self.classes else []
         self.fingerprint = join_fingerprints(

@@ -213,14 +213,10 @@ def find_samples(
     has_images = _name_images(samples, image_column)
     labels = _read_labels(name, samples, target_column, read)
     target_column = target_column or "label"
-    first = samples[0].members
-    for column, usual, is_there in (
-        (image_column, "image", has_images),
-        (target_column, "label", labels is not None),
-    ):
-        if column != usual and not is_there:
-            names = [*filter(None, first), *_json_of(first, read)]
-            raise StoreError(missing(name, column, names, RENAMED[usual]))
+    if image_column != "image" and not has_images:
+        raise _without(name, samples[0], image_column, "image", read)
+    if target_column != "label" and labels is None:
+        raise _without(name, samples[0], target_column, "label", read)
     if labels is None:
         if not has_images or (needs_labels and not _all_have_texts(samples)):
             return None
@@ -241,6 +237,14 @@ def find_samples(
         labels=None if labels is None else _array_of(name, labels),
         left_out=left_out,
     )
+
+
+def _without(
+    name: str, sample: _Sample, column: str, usual: str, read: Read
+) -> StoreError:
+    """Return the error of a tar without a column that was asked for, with those that it has."""
+    names = [*filter(None, sample.members), *_json_of(sample.members, read)]
+    return StoreError(missing(name, column, names, RENAMED[usual]))
 
 
 def _places(samples: Sequence[_Sample], suffix: str) -> np.ndarray:

@@ -153,7 +153,7 @@ def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
     supervisor = start_supervisor(trainer=one, num_ranks=2)
     announce_trainer(supervisor, 1)
     stop(trainer)
-    calls = SupervisorWatchdog(supervisor, 0, lambda: 0.0)
+    calls = SupervisorWatchdog(supervisor, 0, lambda: 0.0, lambda: None)
     calls.start()
     try:
         until(lambda: trainer.poll() is not None)

@@ -30,9 +30,8 @@ import ray
 
 from raypipe.rayext.data_context import is_ours, ours, stream_settings
 from raypipe.rayext.ray_private import Function, find_private, replace
-from raypipe.rayext.tweaks import EXECUTOR, quiet_executions
+from raypipe.rayext.tweaks import EXECUTOR, POOL, quiet_executions, without_idle_actors
 
-_POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
 _INLINE = "ray.data._internal.execution.metadata_fetcher.InlineMetadataFetcher"
 
 # Replacement of Ray Data's autoscaler of a pool, since `execution.StreamAutoscaler` sizes it.
@@ -65,11 +64,12 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
             loss="other changes do not recognize raypipe's executions",
         )
     replace(
-        f"{_POOL}.get_actor_locations",
+        f"{POOL}.get_actor_locations",
         _unless_lost,
         loss="an execution may end with the node of one of Ray Data's actors",
     )
     quiet_executions()
+    without_idle_actors()
 
 
 @functools.cache  # once for each function

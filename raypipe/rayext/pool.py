@@ -179,7 +179,7 @@ class PoolKeeper:
         # Times of the last watch, of the last finished block, and when an actor last ran or none waited for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
         self._finished = 0
-        self._has_reported = False
+        self._has_reported = self._lacks_room = False
         self._taken = 0  # blocks that ranks have taken
         self.taken_at = now + _START_S
         self._silent = SilentNodes()
@@ -423,21 +423,26 @@ class PoolKeeper:
     def _report_no_actors(self, now: float) -> None:
         info = self._op.get_actor_info()
         waiting = info.pending + info.restarting
+        if info.running or not waiting or self._cpus not in _pending_cpus():
+            # they run, or are starting
+            self._queued_at = now
+        lacks_room = now - self._queued_at > _QUEUE_S
+        if lacks_room != self._lacks_room:
+            self._lacks_room = lacks_room
+            self._supervisor.pool_lacks_room.remote(lacks_room)
         if info.running:
-            self._queued_at = now
             self._has_reported = False
-        elif not waiting or self._cpus not in _pending_cpus():
-            # the actors are starting
-            self._queued_at = now
-        elif not self._has_reported and now - self._queued_at > _QUEUE_S:
+        elif lacks_room and not self._has_reported:
             self._has_reported = True
             left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
             text = (
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
                 f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)"
             )
-            # nodes may have to come for a start
-            self._supervisor.pool_waits.remote(text, bool(self._finished))
+            if self._finished:
+                self._supervisor.note.remote(text, "no_room")
+            else:  # a start, for which nodes may have to come, is not a fault
+                self._supervisor.pool_waits.remote(text)
 
     def _end_stall(
         self, now: float, finished: int, waiting: int, ranks_waiting: float

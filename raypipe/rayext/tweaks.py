@@ -9,16 +9,23 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from raypipe.environment import variable
 from raypipe.rayext import fork_server, forked_worker
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.data_context import is_ours
-from raypipe.rayext.ray_private import Function, replaced
+from raypipe.rayext.ray_private import Function, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
+_ACTORS = "each local cluster starts two processes more"
+_STATS = "ray.data._internal.stats._StatsManager"
+POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
+"""Module of Ray Data's pools of actors."""
 
 EXECUTOR = "ray.data._internal.execution.streaming_executor"
 """Module of Ray Data's executions."""
@@ -81,6 +88,50 @@ def _with_forks(start_raylet: Function) -> Function:
         return start_raylet(self, *args, **options)
 
     return start
+
+
+class _NoTracker:
+    """In the place of Ray Data's actor that is told where actors are: on one machine, all are there."""
+
+    update_actor_location = SimpleNamespace(remote=lambda actor, node: None)
+
+
+def without_idle_actors() -> None:
+    """Let raypipe's executions on one machine do without two actors of Ray Data's.
+
+    One has the statistics for Ray's dashboard, which such a cluster lacks; the other knows the nodes of actors.
+    """
+    if not are_on():
+        return
+    for name in (
+        "register_dataset_to_stats_actor",
+        "update_execution_metrics",
+        "update_iteration_metrics",
+    ):
+        replace(f"{_STATS}.{name}", _unless_local, lambda: None, loss=_ACTORS)
+    replace(
+        f"{_STATS}.gen_dataset_id_from_stats_actor",
+        _unless_local,
+        lambda: uuid.uuid4().hex,
+        loss=_ACTORS,
+    )
+    for name, instead in (
+        ("get_or_create_actor_location_tracker", _NoTracker),
+        ("get_actor_locations", dict),
+    ):
+        replace(f"{POOL}.{name}", _unless_local, instead, loss=_ACTORS)
+
+
+def _unless_local(function: Function, instead: Callable[[], Any]) -> Function:
+    """Wrap a function: call another one for raypipe's executions on a cluster that raypipe started here."""
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **options: Any) -> Any:
+        if is_ours() and is_local():
+            return instead()
+        return function(*args, **options)
+
+    return chosen
 
 
 def quiet_executions() -> None:

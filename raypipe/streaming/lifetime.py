@@ -128,10 +128,14 @@ def supervisors() -> list[Any]:
     return [supervisor for supervisor in of_ray.values() if supervisor is not None]
 
 
-def end_oldest() -> bool:
-    """End the stream with actors that this process opened first; returns whether there was any."""
+def end_oldest(spared: Any = None) -> bool:
+    """End the stream with actors that this process opened first; returns whether there was any.
+
+    Args:
+        spared: handle of the Supervisor of one that goes on.
+    """
     for running, supervisor in list(of_ray.items()):
-        if supervisor is not None:
+        if supervisor is not None and supervisor is not spared:
             running.end(GAVE_WAY)
             return True
     return False

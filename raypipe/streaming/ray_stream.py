@@ -38,7 +38,7 @@ from raypipe.streaming.start.head_start import (
     threads_of_rank,
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
-from raypipe.streaming.start.room import Room
+from raypipe.streaming.start.room import ActorRoom
 from raypipe.streaming.supervisor import (
     POOL,
     announce_trainer,
@@ -339,10 +339,9 @@ class RayStreams:
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
         stream.connect(self._siblings > 1)
-        room = Room(settings)
+        room = ActorRoom(settings)
         stream.on_end.append(room.give_back)
         room.ask_for(stream.check)
-        stream.ask_again = room.ask
         if self._is_trainer and self._max_actors is None:
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
@@ -359,6 +358,9 @@ class RayStreams:
         if stream.supervisor is None:
             stream.supervisor = self._start_supervisor()
             self._join(stream)
+        stream.on_lack = functools.partial(
+            room.insist, stream.supervisor if self._world_size == 1 else None
+        )
         num_first = 0
         are_others = stream.hold_memory().are_others()
         if stream.head:

@@ -70,11 +70,11 @@ class Heard(NamedTuple):
 
     Attributes:
         process: the Supervisor's process, if it watches.
-        lacks_room: whether, since rank 0 was told last, the pool came to wait for CPUs, and no actor runs.
+        lacks_room: whether the pool waits for CPUs, and no actor runs.
     """
 
     process: Process | None
-    lacks_room: bool = False
+    lacks_room: bool
 
 
 class Word(NamedTuple):
@@ -298,11 +298,7 @@ class Supervisor:
         """A rank has waited for a batch for so long, 0 = it does not wait."""
         self._watch.rank_called(rank)
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
-        if rank:
-            return Heard(self._process)
-        heard = Heard(self._process, self._lacks_room)
-        self._lacks_room = False
-        return heard
+        return Heard(self._process, self._lacks_room)
 
     def num_joined(self) -> int:
         """Return the number of ranks that have called."""
@@ -422,14 +418,14 @@ class Supervisor:
         happened("size of the pool", event)
         self._record("scale", event)
 
-    def pool_waits(self, event: str, has_begun: bool) -> None:
-        """Record that no actor runs and that there are no CPUs for one: a fault, but of a pool that has begun."""
-        self._lacks_room = True
-        if has_begun:
-            self.note(event, "no_room")
-            return
+    def pool_waits(self, event: str) -> None:
+        """Record that the pool waits for nodes."""
         logger.warning("%s", event)
         self._record("scale", event)
+
+    def pool_lacks_room(self, lacks_room: bool) -> None:
+        """Record whether no actor runs and those that are to start find no CPUs."""
+        self._lacks_room = lacks_room
 
     def traced(self, chunk: Chunk) -> bool:
         """Take a process's events for the trace; return whether it continues."""

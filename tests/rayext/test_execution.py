@@ -59,12 +59,11 @@ def test_a_store_of_two_object_stores_streams_without_spilling(
 def test_a_rank_that_makes_its_own_micro_batches_stops_no_other(
     stores: dict[str, Path], two_cpus: None
 ) -> None:
-    """It leaves the pool's out only once its loop is there, and its loop may wait for the other rank."""
+    # It leaves the pool's out only once its loop is there, and its loop may wait for the other rank.
     spec = open_stream(
         str(stores["train"]),
         plan=PlanConfig(epochs=5, micro_batch_size=4, global_batch_size=8),
         train_transform=corner,
-        pool=PoolConfig(max_actors=1, stall_timeout_s=60.0),
     )
     parts = splits(spec, spec.plan.start(), max_actors=1, world_size=2, num_first=60)
     of_rank, _ = map(begun, parts)

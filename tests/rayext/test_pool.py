@@ -222,7 +222,8 @@ class Keeper(PoolKeeper):
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
             pool_scaled=SimpleNamespace(remote=self.scaled.append),
-            pool_waits=SimpleNamespace(remote=self.waits),
+            pool_waits=SimpleNamespace(remote=self.scaled.append),
+            pool_lacks_room=SimpleNamespace(remote=bool),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
         lost: Any = None
@@ -230,9 +231,6 @@ class Keeper(PoolKeeper):
         super().__init__(self.op, lost, rules, supervisor, 0.0)
         self.pool = pool
         self.grown: list[int] = []
-
-    def waits(self, text: str, has_begun: bool) -> None:
-        (self.notes if has_begun else self.scaled).append(text)
 
     def _grow(self, num: int, reason: str) -> None:
         self.grown.append(num)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_another_nodes_process_is_left_to_the_rank_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The Supervisor answers once, from a process that then stops."""
+    # The Supervisor answers once, from a process that then stops.
     with subprocess.Popen(["sleep", "1000"]) as stopped:
         started = _stat(stopped.pid)[1]
         process = Process("supervisor", stopped.pid, started, "10.0.0.1", "there")

@@ -102,7 +102,7 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
 
 def test_a_killed_download_goes_on_where_it_was(
     put: Put,
-    bucket: str,
+    proxy: FaultyProxy,
     s3_endpoint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,14 +116,13 @@ def test_a_killed_download_goes_on_where_it_was(
         until(lambda: partial.exists() and partial.stat().st_size >= 200_000)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    with FaultyProxy(s3_endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        arrived = partial.stat().st_size
-        assert not data.exists() and 200_000 <= arrived < file.num_bytes
-        cache = LocalCache(tmp_path / "shards")
-        content = content_of(cache, file)
-        assert sent(proxy) == file.num_bytes - arrived
-        assert content == read_whole(file.address) and not partial.exists()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    arrived = partial.stat().st_size
+    assert not data.exists() and 200_000 <= arrived < file.num_bytes
+    cache = LocalCache(tmp_path / "shards")
+    content = content_of(cache, file)
+    assert sent(proxy) == file.num_bytes - arrived
+    assert content == read_whole(file.address) and not partial.exists()
 
 
 def test_the_least_recently_opened_shards_make_room(

@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make an empty folder the working folder: relative paths lead to it."""
+    # relative paths lead to it
     monkeypatch.chdir(tmp_path)

@@ -3,21 +3,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 from ray import cloudpickle
+from without_ray import every_batch
 
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import (
     ConfigError,
     SampleError,
     TransformError,
 )
 from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import host_batches
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -34,15 +35,17 @@ def with_bad(bad: dict[int, bytes | None]) -> MemoryStore:
 
 
 BAD = {3: b"", 17: picture(17)[:-200], 40: None}
-ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
+BY_POOL: Any = {
+    "plan": PlanConfig(epochs=1, micro_batch_size=8),
+    "pool": PoolConfig(head_start=0),
+}
 
 
 def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error() -> None:
-    """Those of other transforms are shown by tests without a cluster."""
     strict = dataclasses.replace(SMALL, max_bad_fraction=0)
-    spec = open_stream(with_bad(BAD), plan=ONE_EPOCH, transform=strict)
+    spec = open_stream(with_bad(BAD), transform=strict, **BY_POOL)
     with pytest.raises(SampleError, match=r"memory:\w+ sample \d+: .*") as caught:
-        list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
+        list(every_batch(loader(spec)))
     assert type(caught.value) is SampleError
 
 
@@ -69,6 +72,6 @@ def test_a_transform_that_cannot_be_sent_or_exits_is_one_clear_error() -> None:
         ),
     )
     for transform, error, message in cases:
-        spec = open_stream(with_bad({}), plan=ONE_EPOCH, train_transform=transform)
+        spec = open_stream(with_bad({}), train_transform=transform, **BY_POOL)
         with pytest.raises(error, match=message):
-            list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
+            list(every_batch(loader(spec)))

@@ -17,10 +17,7 @@ from without_ray import every_batch
 
 import raypipe
 from raypipe.errors import ConfigError
-from raypipe.rayext import allocation
-from raypipe.rayext.allocation import Resources
 from raypipe.streaming.shares import Share, share_of
-from raypipe.streaming.start import room
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}
 
@@ -127,14 +124,12 @@ def of_one_process(store: str) -> list[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.usefixtures("two_cpus")
+@pytest.mark.usefixtures("idle_cluster", "two_cpus")
 def test_pools_of_shares_make_the_stream_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the first takes the CPU that is free when the second one asks
-    free = Resources(4.0, 0.0, 2.0, 0.0)
-    for module in (room, allocation):
-        monkeypatch.setattr(module, "cluster_resources", lambda: free)
+    # as if the first pool took the CPU that is free when the second one asks
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 2.0})
     store = str(store_of("keys", tmp_path))
     alone = of_one_process(store)
     shares = [

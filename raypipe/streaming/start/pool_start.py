@@ -63,8 +63,7 @@ class PooledStream(Iterator[MicroBatch]):
         supervisor: see above.
         meet: called by the thread of the start, before the pool may start.
         on_end: functions to call at the end of the stream.
-        ask_again: asks this process's other streams for room, if they were not asked: their pools may have grown
-            since there was some.
+        on_lack: called each second while the pool finds no CPU for an actor.
         has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
         has_brought: whether a micro-batch came from the pool.
         lost: the error that says that the process of the pool's execution has died; None = it lives. Such a stream
@@ -88,7 +87,7 @@ class PooledStream(Iterator[MicroBatch]):
         self.head = head
         self.meet: Callable[[PooledStream], None] = lambda stream: None
         self.on_end: list[Callable[[], None]] = []
-        self.ask_again: Callable[[], None] = lambda: None
+        self.on_lack: Callable[[], None] = lambda: None
         self.has_begun = head is None
         self.has_brought = False
         self.lost: BaseException | None = None
@@ -139,7 +138,7 @@ class PooledStream(Iterator[MicroBatch]):
         if self._watchdog:
             self._watchdog.stop()
         self._watchdog = SupervisorWatchdog(
-            self.supervisor, self._rank, waited_s, lambda: self.ask_again()
+            self.supervisor, self._rank, waited_s, lambda: self.on_lack()
         )
         self._watchdog.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import ray
 
+from raypipe.background import in_background
 from raypipe.config import PoolConfig
 from raypipe.rayext.allocation import SETTLE_S, cluster_resources
 from raypipe.rayext.startup import Wait
@@ -29,11 +31,18 @@ def make_room(cpus: float) -> None:
 
     Nobody else may be able to end them: a notebook's names and errors hold them.
     """
-    while not _settles(cpus) and end_oldest():
-        _logger.warning(
-            "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the "
-            "new one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
-        )
+    while not _settles(cpus) and _end_oldest():
+        pass
+
+
+def _end_oldest(spared: Any = None) -> bool:
+    if not end_oldest(spared):
+        return False
+    _logger.warning(
+        "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the new "
+        "one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
+    )
+    return True
 
 
 def _settles(cpus: float) -> bool:
@@ -46,7 +55,7 @@ def _settles(cpus: float) -> bool:
     return True
 
 
-class Room:
+class ActorRoom:
     """CPUs of this process's other streams that their pools leave to a new one.
 
     Pools give what they have beyond their smallest number of actors. CPUs that are free, but that actors of these
@@ -57,6 +66,7 @@ class Room:
         self._cpus = pool.least_actors * pool.cpus_per_actor
         self._others = supervisors()
         self._is_asked = False
+        self._asked_at = 0.0
 
     def ask_for(self, check: Callable[[], None] = lambda: None) -> None:
         """Let the others shrink if the new stream needs it, and wait until they have.
@@ -90,10 +100,27 @@ class Room:
         timeout_s = _GIVE_WAY_S if self._others else SETTLE_S
         return Wait(timeout_s, check, tell=lambda reason: self.ask())
 
+    def insist(self, own: Any = None) -> None:
+        """Ask again while the new pool finds no CPU: others may have taken it since there was one.
+
+        Args:
+            own: handle of the new stream's Supervisor, if streams that have nothing to give are to end for it.
+        """
+        if not self._is_asked:
+            self.ask()
+        elif (
+            own
+            and time.monotonic() - self._asked_at > SETTLE_S
+            and not self._may_give()
+        ):
+            # the end of a stream waits for its threads, of which one may call this
+            in_background("raypipe-end", functools.partial(_end_oldest, own))
+
     def ask(self) -> None:
         """Let the others shrink, if they were not asked."""
         if not self._is_asked:
             self._is_asked = True
+            self._asked_at = time.monotonic()
             self._tell(self._cpus)
 
     def give_back(self) -> None:

@@ -116,7 +116,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(PooledStream, "connect", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(pipeline, "splits", splits)
-    monkeypatch.setattr(ray_stream.Room, "make", lambda *_: None)
+    monkeypatch.setattr(ray_stream.ActorRoom, "make", lambda *_: None)
     for name, value in {
         "from_rank_zero": broadcast,
         "remember_group": lambda: None,

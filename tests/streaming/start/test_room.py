@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import until
 
 from raypipe.config import PoolConfig
 from raypipe.errors import RaypipeError
@@ -14,7 +16,7 @@ from raypipe.streaming.start import room
 
 
 class Cluster:
-    """A cluster of whose CPUs another stream's pool has all, and gives what it is asked for after some looks."""
+    # of whose CPUs another stream's pool has all, and gives what it is asked for after some looks
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gives_after: int) -> None:
         self.asked: list[float] = []
@@ -45,7 +47,7 @@ def test_a_stream_waits_for_a_pool_that_gives_way(
     gives_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(monkeypatch, gives_after)
-    new = room.Room(PoolConfig())
+    new = room.ActorRoom(PoolConfig())
     new.ask_for()
     assert cluster.looks == gives_after
     assert cluster.asked == [1.0] * (gives_after > 0)
@@ -63,5 +65,21 @@ def test_a_stream_that_is_left_while_it_waits_asks_no_more(
             raise RaypipeError("left")
 
     with pytest.raises(RaypipeError, match="left"):
-        room.Room(PoolConfig()).ask_for(check)
+        room.ActorRoom(PoolConfig()).ask_for(check)
     assert cluster.asked == [1.0, -1.0]
+
+
+def test_a_stream_that_has_nothing_to_give_ends_for_one_that_finds_no_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Cluster(monkeypatch, gives_after=1000)
+    monkeypatch.setattr(room, "_answers", lambda *_: {0: 0.0})
+    ended = list[str]()
+    monkeypatch.setattr(room, "_end_oldest", ended.append)
+    new = room.ActorRoom(PoolConfig())
+    new.insist("own")
+    new.insist("own")
+    assert not ended
+    new._asked_at = -math.inf
+    new.insist("own")
+    until(lambda: ended == ["own"])

@@ -138,7 +138,8 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
     except Exception as error:
         failure = cause_of(error)
     finally:
-        blocks = None  # type: ignore[assignment]
+        with ours():
+            blocks = None  # type: ignore[assignment]
         vars(iterator).pop(_MAKES_BATCHES, None)
         del iterator
         for batch_iterator in batch_iterators:

@@ -138,6 +138,7 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
     except Exception as error:
         failure = cause_of(error)
     finally:
+        # their end tells Ray Data's statistics
         with ours():
             blocks = None  # type: ignore[assignment]
         vars(iterator).pop(_MAKES_BATCHES, None)

@@ -58,6 +58,7 @@ _REMEMBERED = (
     "_pool_gives",
     "_has_begun",
     "_least_cpus",
+    "_lacks_room",
     "_shared",
     "_validating",
     "_is_validation_told",
@@ -426,6 +427,7 @@ class Supervisor:
     def pool_lacks_room(self, lacks_room: bool) -> None:
         """Record whether no actor runs and those that are to start find no CPUs."""
         self._lacks_room = lacks_room
+        self._remember()
 
     def traced(self, chunk: Chunk) -> bool:
         """Take a process's events for the trace; return whether it continues."""

@@ -89,23 +89,26 @@ class ActorRoom:
                 time.sleep(0.1)
             left.pop_all()
 
-    def make(self, check: Callable[[], None] = lambda: None) -> None:
+    def make(self, check: Callable[[], None]) -> None:
         """Let the others shrink if their pools have grown since there was room; see `make_room`."""
         if self._others and not self._is_asked and not _settles(self._cpus):
             self.ask_for(check)
         make_room(self._cpus)
 
-    def wait(self, check: Callable[[], None] = lambda: None) -> Wait:
+    def wait(self, check: Callable[[], None]) -> Wait:
         """Return a wait for CPUs that are held, also by pools of the others which have grown in the meantime."""
         timeout_s = _GIVE_WAY_S if self._others else SETTLE_S
         return Wait(timeout_s, check, tell=lambda reason: self.ask())
 
-    def insist(self, own: Any = None) -> None:
+    def insist(self, own: Any) -> None:
         """Ask again while the new pool finds no CPU: others may have taken it since there was one.
 
         Args:
-            own: handle of the new stream's Supervisor, if streams that have nothing to give are to end for it.
+            own: handle of the new stream's Supervisor, if an earlier one that has nothing to give is to end for it,
+                where no CPU is free or may still come; None = it is not.
         """
+        if not self._others:
+            return
         if not self._is_asked:
             self.ask()
         elif (
@@ -113,8 +116,13 @@ class ActorRoom:
             and time.monotonic() - self._asked_at > SETTLE_S
             and not self._may_give()
         ):
+            self._asked_at = time.monotonic()
             # the end of a stream waits for its threads, of which one may call this
-            in_background("raypipe-end", functools.partial(_end_oldest, own))
+            in_background("raypipe-end", functools.partial(self._end_other, own))
+
+    def _end_other(self, own: Any) -> None:
+        if not _settles(self._cpus):
+            _end_oldest(own)
 
     def ask(self) -> None:
         """Let the others shrink, if they were not asked."""

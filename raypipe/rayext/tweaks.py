@@ -103,23 +103,16 @@ def without_idle_actors() -> None:
     """
     if not are_on():
         return
-    for name in (
-        "register_dataset_to_stats_actor",
-        "update_execution_metrics",
-        "update_iteration_metrics",
-    ):
-        replace(f"{_STATS}.{name}", _unless_local, lambda: None, loss=_ACTORS)
-    replace(
-        f"{_STATS}.gen_dataset_id_from_stats_actor",
-        _unless_local,
-        lambda: uuid.uuid4().hex,
-        loss=_ACTORS,
-    )
-    for name, instead in (
-        ("get_or_create_actor_location_tracker", _NoTracker),
-        ("get_actor_locations", dict),
-    ):
-        replace(f"{POOL}.{name}", _unless_local, instead, loss=_ACTORS)
+    instead: dict[str, Callable[[], Any]] = {
+        f"{_STATS}.register_dataset_to_stats_actor": lambda: None,
+        f"{_STATS}.update_execution_metrics": lambda: None,
+        f"{_STATS}.update_iteration_metrics": lambda: None,
+        f"{_STATS}.gen_dataset_id_from_stats_actor": lambda: uuid.uuid4().hex,
+        f"{POOL}.get_or_create_actor_location_tracker": _NoTracker,
+        f"{POOL}.get_actor_locations": dict,
+    }
+    for path, call in instead.items():
+        replace(path, _unless_local, call, loss=_ACTORS)
 
 
 def _unless_local(function: Function, instead: Callable[[], Any]) -> Function:

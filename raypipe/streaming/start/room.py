@@ -104,8 +104,8 @@ class ActorRoom:
         """Ask again while the new pool finds no CPU: others may have taken it since there was one.
 
         Args:
-            own: handle of the new stream's Supervisor, if an earlier one that has nothing to give is to end for it,
-                where no CPU is free or may still come; None = it is not.
+            own: handle of the new stream's Supervisor, if an earlier stream that has nothing to give is to end for
+                it, where no CPU is free or may still come; None = it is not.
         """
         if not self._others:
             return

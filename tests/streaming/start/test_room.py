@@ -73,7 +73,6 @@ def test_a_stream_that_has_nothing_to_give_ends_for_one_that_finds_no_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Cluster(monkeypatch, gives_after=1000)
-    monkeypatch.setattr(room, "_SETTLE_S", 0.0)
     monkeypatch.setattr(room, "_answers", lambda *_: {0: 0.0})
     ended = list[str]()
     monkeypatch.setattr(room, "_end_oldest", ended.append)

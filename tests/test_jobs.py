@@ -168,7 +168,7 @@ def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(
             process.pid
             for process in psutil.process_iter(["cmdline"])
             if process in children
-            and "RayTrainWorker" in " ".join(process.info["cmdline"])
+            and "RayTrainWorker" in " ".join(process.info["cmdline"] or [])
         }
         (killed,) = trainers - {found["pid"]}
         os.kill(killed, signal.SIGKILL)

@@ -73,7 +73,7 @@ BLOCKS = dict.fromkeys(
     ("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3
 )
 SCENARIO_S = 600  # a scenario that takes longer hangs: it ends the bench with what each thread does
-READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
+READ_AHEAD = 48  # micro-batches that the reader and the actors have done when the consumer has the first one
 # Ray Train looks for notices every 5 s
 NOTICE_S = {
     "drained node": 2.0,  # a short stream still runs when the node goes
@@ -494,8 +494,8 @@ def run(
             store = "parquet" if "reader" in kind else choose.choice(names)
             spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
-            latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
-            # it still has work
+            # Who is to be killed still has work. The last quarter is the second validation, which is remembered.
+            latest = len(expected) * 3 // 4 - READ_AHEAD
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0

@@ -68,9 +68,20 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 THREE = replace(PLAN, global_batch_size=48)  # for three trainers
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
-# Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
+# Micro-batches in a block where several blocks are at hand when an actor dies, or where a reader must not be done
+# before it dies; else it is found, from 1 on.
 BLOCKS = dict.fromkeys(
-    ("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3
+    (
+        "actor",
+        "all actors",
+        "node",
+        "drained node",
+        "frozen actor",
+        "frozen node",
+        "reader",
+        "frozen reader",
+    ),
+    3,
 )
 SCENARIO_S = 600  # a scenario that takes longer hangs: it ends the bench with what each thread does
 READ_AHEAD = 48  # micro-batches that the reader and the actors have done when the consumer has the first one

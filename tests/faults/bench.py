@@ -68,23 +68,10 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 THREE = replace(PLAN, global_batch_size=48)  # for three trainers
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
-# Micro-batches in a block where several blocks are at hand when an actor dies, or where a reader must not be done
-# before it dies; else it is found, from 1 on.
-BLOCKS = dict.fromkeys(
-    (
-        "actor",
-        "all actors",
-        "node",
-        "drained node",
-        "frozen actor",
-        "frozen node",
-        "reader",
-        "frozen reader",
-    ),
-    3,
-)
+# Micro-batches in a block where several are at hand when an actor dies, or where a reader is not done before it dies;
+# else it is found, from 1 on.
+BLOCK = 3
 SCENARIO_S = 600  # a scenario that takes longer hangs: it ends the bench with what each thread does
-READ_AHEAD = 48  # micro-batches that the reader and the actors have done when the consumer has the first one
 # Ray Train looks for notices every 5 s
 NOTICE_S = {
     "drained node": 2.0,  # a short stream still runs when the node goes
@@ -153,7 +140,8 @@ def spec_of(
     store: str, max_actors: int, kind: str = "", plan: PlanConfig = PLAN
 ) -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
-    min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
+    min_actors = 4 if kind == "node for good" else 1
+    block = BLOCK * kind.endswith(("actor", "actors", "node", "reader"))
     transform = enlarged if kind in LARGE else crop
     if kind in BRIDGED:
         transform = crop_with_rng
@@ -505,8 +493,10 @@ def run(
             store = "parquet" if "reader" in kind else choose.choice(names)
             spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
-            # Who is to be killed still has work. The last quarter is the second validation, which is remembered.
-            latest = len(expected) * 3 // 4 - READ_AHEAD
+            # Who is to be killed still has work: the last quarter, the second validation, is remembered, and a
+            # reader may be ahead by twice what a pool may.
+            ahead = BLOCK * (3 * max_actors + 2) * (1 + ("reader" in kind))
+            latest = max(2, len(expected) * 3 // 4 - ahead)
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)
             damage = damage_of(kind, nodes, choose)
             name, faults = kind, 0

@@ -68,8 +68,8 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 THREE = replace(PLAN, global_batch_size=48)  # for three trainers
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
-# Micro-batches in a block where several are at hand when an actor dies, or where a reader is not done before it dies;
-# else it is found, from 1 on.
+# Micro-batches in a block where several are at hand when an actor dies, or where a reader is not done before it
+# dies; else it is found, from 1 on.
 BLOCK = 3
 SCENARIO_S = 600  # a scenario that takes longer hangs: it ends the bench with what each thread does
 # Ray Train looks for notices every 5 s

@@ -1,17 +1,16 @@
-"""What a command and all its descendants cost: CPU time and memory, by looking at them several times a second."""
+"""What a command and its descendants cost: CPU time, and memory, at rare looks, as each walks all pages."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
-from memory import private_bytes
 
-_PERIOD_S = 0.25
+_PERIOD_S = 0.5
+_LOOKS_FOR_EACH_AT_MEMORY = 6
 
 
 @dataclass
@@ -21,7 +20,7 @@ class Cost:
     Attributes:
         at: time.perf_counter() of each look, s; it is one clock for all processes of the machine.
         cpu_s: CPU time spent by then, s.
-        memory: bytes at each look: the private pages of all processes, and what shared memory has grown by.
+        memory: proportional set size of all processes, bytes: a page that several share counts once.
     """
 
     at: list[float] = field(default_factory=list)
@@ -41,7 +40,6 @@ class FailedError(Exception):
 
 def run(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[str, Cost]:
     """Run a command to its end; returns its standard output."""
-    shared_before = _shared_bytes()
     cost = Cost()
     spent = dict[int, float]()
     started = time.perf_counter()
@@ -62,9 +60,8 @@ def run(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[str,
                 _look(process.pid, seen, spent)
                 cost.at.append(time.perf_counter())
                 cost.cpu_s.append(sum(spent.values()))
-                cost.memory.append(
-                    private_bytes(process.pid) + max(0, _shared_bytes() - shared_before)
-                )
+                if len(cost.at) % _LOOKS_FOR_EACH_AT_MEMORY == 0:
+                    cost.memory.append(sum(map(_memory_of, seen.values())))
             if time.perf_counter() - started > timeout_s:
                 _end(seen)
                 raise FailedError(f"took longer than {timeout_s:.0f} s")
@@ -99,6 +96,9 @@ def _end(seen: dict[int, psutil.Process]) -> None:
             continue
 
 
-def _shared_bytes() -> int:
-    usage = os.statvfs("/dev/shm")
-    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+def _memory_of(process: psutil.Process) -> int:
+    """Its proportional set size, bytes; 0 = it has ended."""
+    try:
+        return process.memory_full_info().pss
+    except psutil.Error:
+        return 0

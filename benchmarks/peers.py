@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "raypipe-data",
+#     "raypipe-data[albumentations,opencv]",
 #     "datasets>=5,<6",
 #     "grain>=0.2.18",
 #     "lancedb>=0.40",
@@ -22,9 +22,9 @@
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run --group dev benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
-    uv run --group dev benchmarks/peers.py cifar10-train.parquet --cases tiny
-    uv run --group dev benchmarks/peers.py imagenet-500.tar --first --repeats 5 --only raypipe "torch DataLoader"
+    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
+    uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
+    uv run benchmarks/peers.py imagenet-500.tar --first --repeats 5 --only raypipe "torch DataLoader"
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
 numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turbo; add it by hand.
@@ -42,7 +42,7 @@ Epochs are long, since raypipe's blocks still grow while the first dozens of bat
     boundary        the gap before an epoch's first batch, but the first, as a multiple of the ordinary gap, which
                     is the mean gap that a moment falls into; a tenth of the time is in gaps longer than "long
                     gap", another such multiple
-    memory          peak of the private pages of all processes, and shared memory
+    memory          peak of the proportional set size (PSS) of all processes
     CPU             CPU seconds of all processes per 1,000 images, over the time of "sustained"
 
 A loader that cannot run here is in the table with the reason. The case "largest" is benchmarks/largest.py: the

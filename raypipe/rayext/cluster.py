@@ -60,6 +60,8 @@ _LOCAL_ENV = {
     "RAY_task_events_report_interval_ms": "0",
     # Ray frees objects in batches, once a second: half a gigabyte of blocks would wait for it, in ever more pages.
     "RAY_free_objects_batch_size": "1",
+    # Ray looks for new files of logs ten times a second while there are fewer than these, else twice a second.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
     # Ray gives all of its workers a nice value of 15: while two other processes keep two cores busy, a trainer has
     # 3 % of a core. Only transform actors yield to others.

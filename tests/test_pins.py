@@ -47,6 +47,22 @@ def test_every_package_that_is_imported_is_declared() -> None:
             )
 
 
+def test_a_benchmark_with_its_own_environment_asks_for_what_it_imports() -> None:
+    script = ROOT / "benchmarks" / "peers.py"
+    _, header, _ = script.read_text().split("# ///", 2)
+    lines = [line.removeprefix("# ") for line in header.splitlines()[1:]]
+    (own, *others) = map(Requirement, tomllib.loads("\n".join(lines))["dependencies"])
+    asked = [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in own.extras)]
+    others += map(Requirement, itertools.chain(*asked))
+    declared = {canonicalize_name(requirement.name) for requirement in others}
+    distributions = importlib.metadata.packages_distributions()
+    names = set(itertools.chain(*map(imported, script.parent.glob("peer*.py"))))
+    for name in names - {"nvidia"}:  # a namespace
+        found = {canonicalize_name(each) for each in distributions.get(name, [])}
+        # the tests' environment lacks most of the peers
+        assert not found or found & declared, f"{name}, of {found}"
+
+
 def test_uv_and_the_image_have_one_list_of_exact_versions() -> None:
     lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
     listed = [line for line in lines if not line.startswith("#")]

@@ -112,7 +112,12 @@ class DataLoader:
         in_order: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_refused(batch_sampler, timeout, multiprocessing_context)
+        refused = (batch_sampler, timeout, multiprocessing_context)
+        for (name, instead), value in zip(_REFUSED.items(), refused, strict=True):
+            if value:
+                raise ConfigError(
+                    f"raypipe.DataLoader: {name} has no meaning here: {instead}"
+                )
         _check_dataset(dataset)
         if sampler is not None and shuffle:
             raise ConfigError(
@@ -242,8 +247,13 @@ class DataLoader:
             raise CursorError(
                 f"not a state of raypipe.DataLoader: {str(dict(state))[:200]!r}"
             )
-        if state["seed"] != self.spec.plan.config.seed:
-            self._reopen(state["seed"])
+        seed = state["seed"]
+        if seed != self.spec.plan.config.seed:
+            if "_epochs" in self.__dict__:
+                self._stream.close()
+            for name in ("_epochs", "_order"):
+                self.__dict__.pop(name, None)
+            self.spec = self._opened(seed)
         if state["order"] != self._order:
             raise CursorError(
                 "the state has another order of samples: dataset, sampler, shuffle or drop_last differ; make them "
@@ -261,13 +271,6 @@ class DataLoader:
             self._epochs.load_state_dict(cursor.__dict__)
         else:
             self._start = cursor
-
-    def _reopen(self, seed: int) -> None:
-        if "_epochs" in self.__dict__:
-            self._stream.close()
-        for name in ("_epochs", "_order"):
-            self.__dict__.pop(name, None)
-        self.spec = self._opened(seed)
 
 
 class _Epochs(PlainLoader):
@@ -298,15 +301,6 @@ def _nest(found: Recognized | None, batch: Batch) -> Any:
     # pixels have their channels last in memory
     image = batch.image.clone(memory_format=torch.contiguous_format)
     return [found.finished(image), batch.target.clone()]
-
-
-def _check_refused(*values: Any) -> None:
-    """Raise ConfigError for an argument that is given, of those of `_REFUSED`, in their order."""
-    for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
-        if value:
-            raise ConfigError(
-                f"raypipe.DataLoader: {name} has no meaning here: {instead}"
-            )
 
 
 def _checked(name: str, value: object, kind: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raypipe.device.decoders import DeviceDecoder
-from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.places import Split
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -80,7 +80,8 @@ class Decoding:
             bad |= {
                 int(batch.index[row]): reason for row, reason in decoded.failed.items()
             }
-            again, bad_of_batch = self._made_again(batch.position, bad)
+            with process_kept(self._maker.draws_globally):
+                again, bad_of_batch = self._maker.make(batch.position, excluded=bad)
             batch = replace(
                 again,
                 read_s=batch.read_s,
@@ -102,12 +103,6 @@ class Decoding:
         image = fields[IMAGE].permute(0, 2, 3, 1).cpu().numpy()
         fields[IMAGE] = np.ascontiguousarray(image)
         return replace(decoded, fields=fields, ready=None)
-
-    def _made_again(
-        self, position: MicroBatchId, bad: dict[int, str]
-    ) -> tuple[MicroBatch, list[BadSample]]:
-        with process_kept(self._maker.draws_globally):
-            return self._maker.make(position, excluded=bad)
 
     @functools.cached_property
     def _maker(self) -> MicroBatchMaker:

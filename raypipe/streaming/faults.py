@@ -197,16 +197,9 @@ class Faults:
 
     def describe(self) -> str:
         """State of the stream's processes before its first batch."""
-        num = len(self._homes)
-        started = f"{num} transform actor{'s have' if num > 1 else ' has'} started"
-        num_working = len(self._working)
-        if num_working:
-            verb = "makes" if num_working == 1 else "make"
-            return f"{started}, and {num_working} of them {verb} blocks"
-        if self._homes:
-            return f"{started}, and {'so has the reader' if self._reading else 'the reader has not'}"
-        reader = "and the reader has" if self._reading else "nor has the reader"
-        return f"no transform actor has started yet, {reader}"
+        actors = f"{len(self._homes)} started, {len(self._working)} at work"
+        reader = "started" if self._reading else "not started"
+        return f"transform actors: {actors}; reader: {reader}"
 
 
 def named(block: tuple[str, ...]) -> str:

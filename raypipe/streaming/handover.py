@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
 import torch
@@ -28,10 +28,10 @@ from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import Open, Pool
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import join_train_run
+from raypipe.streaming.rank_stream import Source
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
@@ -39,7 +39,6 @@ from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saving.stateful import latest_of_train
 from raypipe.streaming.shares import Share, share_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.ending import Ending
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
@@ -135,25 +134,37 @@ def loader(
     arguments = dict(locals())
     join_train_run()  # first: also for errors of the lines below
     checked = _checked(arguments)
-    trace_address = _trace_address(checked["trace"])
+    trace_address: str = checked["trace"]
     if trace_address:
+        trace_address = as_uri(trace_address)
+        check_place(trace_address)
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     share = share_of(checked["rank"], checked["world_size"], mesh)
     spec.plan.check_workers(share.world_size)
-    device = _device_of(device, in_train)
-    run = _run_folder(checked["run_dir"], lease, in_train)
-    augmented = _augment_config(augment, spec.endings.get("train"))
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else "cpu"
+    device = torch.device(device)
+    checkpoints = None
+    folder = _folder_of_train() if in_train else None
+    if checked["run_dir"]:
+        checkpoints = RunCheckpoints(as_uri(checked["run_dir"]), lease)
+        folder = open_filesystem(checkpoints.run_uri)
+    if augment is not None and not isinstance(augment, AugmentConfig):
+        # a mere module
+        ending = spec.endings.get("train")
+        normalizes = ending is not None and ending.normalizes
+        augment = replace(AugmentConfig() if normalizes else PLAIN, module=augment)
     digest_log = None
     if log_digest:
-        record = settings_record(spec, augmented, dtype)
-        log = DigestLog(run.folder, record, share.rank, share.world_size, device)
+        record = settings_record(spec, augment, dtype)
+        log = DigestLog(folder, record, share.rank, share.world_size, device)
         digest_log = log if share.is_first else None
     try:
         start = _start_of(
             cursor,
             checked["start_from"],
-            run.checkpoints,
+            checkpoints,
             spec.plan.check,
             *(processes() or (0, 1)),
         )
@@ -161,27 +172,23 @@ def loader(
         changed = changed_since(checked["run_dir"] or checked["start_from"], spec)
         raise CursorError(f"{error}{changed}") from error
     if cursor is None and start:
-        cursor = _place_of(start)
+        cursor = cursor_of(start)
     is_apart = device.type == "cuda"
     source = _source_of(spec, share, in_train, max_actors, is_apart)
     return Loader(
         spec,
-        source.open_at,
-        share.rank,
-        share.world_size,
+        source,
+        share,
         device,
-        process=share.process,
-        pool=source.pool,
-        draws_globally=source.draws_globally,
         cursor=cursor,
         begins=start is None or cursor is not None,
-        augment=augmented,
+        augment=augment,
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
-        folder=run.folder,
+        folder=folder,
         start=start,
-        checkpoints=run.checkpoints,
+        checkpoints=checkpoints,
         digest_log=digest_log,
         trace=trace_address,
         trace_s=trace_s,
@@ -200,68 +207,24 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
-    """The device of a rank's batches; by default the one that Ray Train gave this worker, or the CPU."""
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else "cpu"
-    return torch.device(device)
-
-
-def _trace_address(trace: str) -> str:
-    """The URI of the file of a trace, which can be written; empty = none."""
-    if not trace:
-        return ""
-    address = as_uri(trace)
-    check_place(address)
-    return address
-
-
-class _RunFolder(NamedTuple):
-    """The folder of a run, as one rank uses it.
-
-    Attributes:
-        folder: where rank 0 records the run; None = nowhere.
-        checkpoints: those of the loop; None = it cannot write any.
-    """
-
-    folder: RunFolder | None = None
-    checkpoints: RunCheckpoints | None = None
-
-
-def _run_folder(run_dir: str, lease: str, in_train: bool) -> _RunFolder:
-    """The folder that `run_dir` names, or that of Ray Train's run, which has no checkpoints of the loop's own."""
-    if not run_dir:
-        return _RunFolder(_folder_of_train() if in_train else None)
-    checkpoints = RunCheckpoints(as_uri(run_dir), lease)
-    return _RunFolder(open_filesystem(checkpoints.run_uri), checkpoints)
-
-
-class _Source(NamedTuple):
-    """A rank's stream in host memory, see `Loader`."""
-
-    open_at: Open
-    pool: Pool | None = None
-    draws_globally: bool = False
-
-
 def _source_of(
     spec: StreamSpec,
     share: Share,
     in_train: bool,
     max_actors: int | None,
     apart: bool,
-) -> _Source:
+) -> Source:
     """The stream of a rank, made on a device, in this process, or by Ray; see `RayStreams`."""
     rank, world_size = share[:2]
     siblings = 1
     if spec.resident is not None:
-        return _Source(functools.partial(spec.resident.open, rank, world_size))
+        return Source(functools.partial(spec.resident.open, rank, world_size))
     if spec.pool.engine == "inline":
         maker = MicroBatchMaker(spec)
         open_at = functools.partial(
             inline_batches, spec, rank=rank, world_size=world_size, maker=maker
         )
-        return _Source(open_at, draws_globally=maker.draws_globally)
+        return Source(open_at, draws_globally=maker.draws_globally)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
 
     if share.is_given or not in_train:
@@ -272,7 +235,7 @@ def _source_of(
         in_train = False
         siblings = share.num_processes
     streams = RayStreams(spec, rank, world_size, in_train, max_actors, apart, siblings)
-    return _Source(streams.open, streams)
+    return Source(streams.open, streams)
 
 
 def _start_of(
@@ -325,21 +288,6 @@ def _later(
     ):
         return of_run
     return of_train
-
-
-def _place_of(start: RunFolder | Checkpoint) -> Cursor | None:
-    return start.cursor if isinstance(start, Checkpoint) else cursor_of(start)
-
-
-def _augment_config(
-    augment: AugmentConfig | Callable[..., Any] | None, ending: Ending | None
-) -> AugmentConfig | None:
-    """The configuration of an augmentation, which may be a mere module, behind a pipeline with an ending."""
-    if augment is None or isinstance(augment, AugmentConfig):
-        return augment
-    if ending and ending.normalizes:
-        return AugmentConfig(module=augment)
-    return replace(PLAIN, module=augment)
 
 
 def _folder_of_train() -> RunFolder | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.storage.retries import Threads
@@ -45,26 +44,22 @@ def _by_threads(
     spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches in order, which threads make ahead of use."""
-    makers = SimpleQueue[
-        MicroBatchMaker
-    ]()  # those at rest: one serves a thread at a time
-    makers.put(maker)
-    for _ in range(spec.pool.max_actors - 1):
-        # each with its own copy of the user's code, as actors have
-        makers.put(MicroBatchMaker(spec.with_own_code()))
+    num_threads = spec.pool.max_actors
+    # those at rest: one serves a thread at a time, with its own copy of the user's code, as actors have
+    makers = deque([maker])
+    for _ in range(num_threads - 1):
+        makers.append(MicroBatchMaker(spec.with_own_code()))
 
     def batch(position: MicroBatchId) -> MicroBatch:
-        maker = makers.get()
+        maker = makers.popleft()
         try:
             return maker.batch(position)
         finally:
-            makers.put(maker)
+            makers.append(maker)
 
-    with Threads(spec.pool.max_actors) as pool:
-        ahead = deque(
-            pool.submit(batch, position)
-            for position in islice(places, 2 * spec.pool.max_actors)
-        )
+    with Threads(num_threads) as pool:
+        first = islice(places, 2 * num_threads)
+        ahead = deque(pool.submit(batch, position) for position in first)
         while ahead:
             yield ahead.popleft().result()
             ahead.extend(pool.submit(batch, position) for position in islice(places, 1))

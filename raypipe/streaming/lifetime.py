@@ -26,39 +26,20 @@ Open = Callable[[MicroBatchId], Iterator[MicroBatch]]
 Closing the iterator ends the stream, with all that makes it, and so does an error."""
 
 
-class Pool(Protocol):
-    """Facts about the actors that make a stream.
+class HeadStartLostError(Exception):
+    """This rank could not make one of its first micro-batches itself; the stream is to be opened again."""
+
+
+class PoolLostError(Exception):
+    """The process that runs the pool's execution has died; the stream is to be opened again.
 
     Attributes:
-        supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
-        actors: the most that there may be, as far as this rank knows; 0 = it does not.
-        num_readers: readers at one time; 0 = the actors read the store.
-        is_shared: whether other ranks take their shares from the same execution.
-        has_begun: whether one of them has started, or they have nothing to make.
-        on_start: called once they start, maybe by another thread.
-        waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
+        accept: called instead where nothing more is needed of the stream.
     """
 
-    on_start: Callable[[], None]
-    waited_s: Callable[[], float]
-
-    @property
-    def supervisor(self) -> Any: ...
-
-    @property
-    def actors(self) -> int: ...
-
-    @property
-    def is_shared(self) -> bool: ...
-
-    @property
-    def has_begun(self) -> bool: ...
-
-    @property
-    def num_readers(self) -> int: ...
-
-    def awaited(self) -> str:
-        """Name what holds up the first batch; empty = the Supervisor knows."""
+    def __init__(self, accept: Callable[[], None]) -> None:
+        super().__init__()
+        self.accept = accept
 
 
 class Running(Protocol):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment, settings_of_device
+from raypipe.device.augment import settings_of_device
 from raypipe.device.prefetcher import Batch, facts_of, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
@@ -50,10 +50,9 @@ from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.lifetime import Open, Pool
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.rank_stream import RankStream
+from raypipe.streaming.rank_stream import RankStream, Source
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.opened import stream_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, read_whole_checkpoint
@@ -65,15 +64,17 @@ from raypipe.streaming.saving.saved_model import (
     val_of,
 )
 from raypipe.streaming.saving.stateful import (
+    KEPT,
+    NUMBERS,
     Stateful,
     as_plain_numbers,
-    kept_in,
     latest_of_train,
-    numbers_in,
+    of_kind,
     report,
     restore,
     states_of,
 )
+from raypipe.streaming.shares import WHOLE, Share
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.fields import MicroBatch
@@ -119,14 +120,10 @@ class Loader(Unlike, instead=_INSTEAD):
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Open,
-        rank: int = 0,
-        world_size: int = 1,
+        source: Source,
+        share: Share = WHOLE,
         device: torch.device | None = None,
         *,
-        process: int | None = None,
-        pool: Pool | None = None,
-        draws_globally: bool = False,
         cursor: Cursor | None = None,
         begins: bool = True,
         augment: AugmentConfig | None = None,
@@ -142,10 +139,8 @@ class Loader(Unlike, instead=_INSTEAD):
     ) -> None:
         """
         Args:
-            open_at: the stream in host memory.
-            process: number of this process in its run, of which several may have a rank; None = the rank.
-            pool: the actors that make it; None = this process does.
-            draws_globally: whether the thread that asks for a batch makes it, from the process's generators.
+            source: the stream in host memory.
+            share: this process's share of it.
             cursor: the place where it starts; None = the run's beginning.
             begins: whether it starts now; otherwise `load_state_dict` says where.
             folder: where rank 0 records the run; None = nowhere.
@@ -154,12 +149,12 @@ class Loader(Unlike, instead=_INSTEAD):
             digest_log: this rank's record of hashes; None = none is written.
             device, augment, dtype, prefetch_factor, keep_batches, trace, trace_s: see `raypipe.loader`.
         """
-        self._process = rank if process is None else process
+        self._process = share.process
         configure_logs(spec.log_format, run=spec.run, rank=self._process)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = share.rank
+        self.world_size = share.world_size
         self.keep_batches = keep_batches
         self._spec = spec
         self._user_augment = augment
@@ -175,10 +170,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._has_told_label = False
         self._digest_log = digest_log
         self.metrics = self._observed(trace, trace_s)
-        to_device = self._to_device(prefetch_factor, draws_globally)
-        self._stream = RankStream(
-            self.plan, rank, world_size, open_at, to_device, self.metrics, pool
-        )
+        to_device = self._to_device(prefetch_factor, source.draws_globally)
+        self._stream = RankStream(self.plan, share, source, to_device, self.metrics)
         # at exit all streams are closed before, with Ray still there
         weakref.finalize(self, self._stream.drop).atexit = False
         self.notice = Notice()
@@ -188,14 +181,10 @@ class Loader(Unlike, instead=_INSTEAD):
         self._go_to(cursor)
         if begins:
             self._begin()
-        self.augment = self._augment_or_close()  # the pool starts meanwhile
-
-    def _augment_or_close(self) -> DeviceAugment | None:
-        """The augmentation of the device stage, whose error ends the loader, since its traceback refers to it."""
         try:
-            return self._device_stage.augment
+            self.augment = self._device_stage.augment  # the pool starts meanwhile
         except BaseException:
-            self.close()
+            self.close()  # the error's traceback refers to it
             raise
 
     def _to_device(
@@ -294,7 +283,11 @@ class Loader(Unlike, instead=_INSTEAD):
             RaypipeError: that checkpoint cannot be written.
         """
         try:
-            self._wait_for_checkpoint()
+            if self._checkpoints and self._checkpoints.is_writing:
+                with self.metrics.saving(self._name_awaited):
+                    self._checkpoints.wait()
+            if self._checkpoints:
+                self._checkpoints.check()
         finally:
             self._stream.close("the loader was closed")
 
@@ -583,7 +576,7 @@ class Loader(Unlike, instead=_INSTEAD):
         checkpoints.save(
             state,
             place,
-            kept_in(metrics),
+            of_kind(metrics, KEPT),
             self._described(),
             self.metrics.run_log.sync,
             after,
@@ -592,14 +585,6 @@ class Loader(Unlike, instead=_INSTEAD):
         # When rank 0 has reported, any rank may end, which ends all.
         if notice.is_last or self.stopping or is_end:
             checkpoints.wait()
-
-    def _wait_for_checkpoint(self) -> None:
-        if self._checkpoints is None:
-            return
-        if self._checkpoints.is_writing:
-            with self.metrics.saving(self._name_awaited):
-                self._checkpoints.wait()
-        self._checkpoints.check()
 
     def _name_awaited(self) -> str:
         """Name what a checkpoint waits for."""
@@ -618,7 +603,7 @@ class Loader(Unlike, instead=_INSTEAD):
             )
         self._lacks_weights = False
         if not self.metrics.is_run:
-            self.metrics.record("report", values=numbers_in(metrics))
+            self.metrics.record("report", values=of_kind(metrics, NUMBERS))
             self.metrics.run_log.sync()
 
     def _described(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from raypipe.plan.places import Cursor, MicroBatchId, Split
@@ -56,14 +56,16 @@ class Progress:
     def next_epoch(self) -> bool:
         """Begin the epoch at the cursor; returns whether there is one."""
         self._begin()
-        segments = self._plan.segments(self.cursor)
-        by_epoch = groupby(segments, lambda segment: segment.epoch)
-        for epoch, of_epoch in by_epoch:
-            self.epoch = epoch
-            self.segments = {segment.split: segment for segment in of_epoch}
-            return True
-        self.segments = {}
-        return False
+        # a training and its validation, or one of them and another epoch's
+        segments = list(islice(self._plan.segments(self.cursor), 2))
+        if segments:
+            self.epoch = segments[0].epoch
+        self.segments = {
+            segment.split: segment
+            for segment in segments
+            if segment.epoch == self.epoch
+        }
+        return bool(segments)
 
     def leave_epoch(self) -> None:
         """Go behind the epoch, over what was not taken of it."""

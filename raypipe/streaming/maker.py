@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 ReadSamples = Callable[[MicroBatchId, np.ndarray], Columns]
 """Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
+Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
+"""Micro-batches of a block; their bad samples; and arrays of all by field, (k, B, …), if images have one size."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
 _NUM_COMPARED = 32  # samples; half of a store that the code cannot take look like a branch that fails once in 4e9
@@ -150,7 +152,7 @@ class MicroBatchMaker:
         excluded: Mapping[int, str] = NONE_EXCLUDED,
         one_by_one: bool = False,
         num_rows: int | None = None,
-    ) -> tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]:
+    ) -> Made:
         """Make the micro-batches of a block.
 
         Args:
@@ -158,10 +160,6 @@ class MicroBatchMaker:
             excluded: index → reason of samples that must not be touched: each is a bad one.
             one_by_one: read and make a sample at a time, and none that the block does not need.
             num_rows: how many of the first rows of each to make; None = all.
-
-        Returns:
-            The micro-batches; their bad samples; and the arrays of all by field, (k, B, …), if their images have
-            one size.
         """
         draws = self.plan.draw_block(block).flat(num_rows)
         keys = self.plan.sample_keys(block[0].split, draws)
@@ -169,20 +167,18 @@ class MicroBatchMaker:
         num_samples = len(draws.indices) // num
         buckets = draws.buckets[::num_samples].tolist()
         makers = list(map(self.sample_makers.get, block, buckets))
-        if len(set(makers)) == 1:
-            spans = [slice(0, num)]
-        else:
-            spans = [slice(number, number + 1) for number in range(num)]
+        num_at_once = num if len(set(makers)) == 1 else 1
         batches = list[MicroBatch]()
         bad = list[BadSample]()
-        for span in spans:
-            rows = slice(span.start * num_samples, span.stop * num_samples)
+        for first in range(0, num, num_at_once):
+            end = first + num_at_once
+            rows = slice(first * num_samples, end * num_samples)
             assignment = _Assignment(
-                makers[span.start],
-                block[span],
+                makers[first],
+                block[first:end],
                 draws.indices[rows],
                 keys[rows],
-                Rows(makers[span.start].fields, rows.stop - rows.start),
+                Rows(makers[first].fields, num_at_once * num_samples),
                 excluded,
             )
             of_span = None if given is None else given.rows(rows)
@@ -192,7 +188,7 @@ class MicroBatchMaker:
         if given is not None:
             batches = read_by_reader(batches, given)
         arrays = dict[str, np.ndarray]()
-        if len(spans) == 1:
+        if num_at_once == num:
             arrays = {
                 name: array.reshape(num, num_samples, *array.shape[1:])
                 for name, array in assignment.out.arrays.items()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,25 +133,31 @@ def open_stream(
     transform = _checked("transform", transform, TransformConfig)
     pool = _checked("pool", pool, PoolConfig)
     arguments |= {"plan": plan, "transform": transform}
+    spec_of_parts = functools.partial(
+        StreamSpec,
+        transform=transform,
+        pool=pool,
+        quarantine=quarantine,
+        run=run,
+        log_format=log_format,
+    )
     if is_dataset(train):
         check_for_items("raypipe.open_stream: ", arguments, _FOR_STORES)
         parts = open_items(train, val, collate_fn, plan, transform, exclude, take)
-        return StreamSpec(
-            transform=transform,
-            pool=pool,
-            quarantine=quarantine,
-            run=run,
-            log_format=log_format,
-            opened=opened_with(arguments) | {"train": train, "val": val},
-            **parts,
-        )
+        opened = opened_with(arguments) | {"train": train, "val": val}
+        return spec_of_parts(opened=opened, **parts)
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
     # windows of a number of groups need a store in groups
     shuffle = "window" if isinstance(plan.shuffle, int) else plan.shuffle
-    opener = _Opener(options, shuffle, _index_of(quarantine), in_memory)
-    train_store = opener.open_train(train)
-    val_store = None if val is None else opener.open(val)
+    index = ""
+    if quarantine:  # next to the folder of its bad samples
+        index = join_address(split_address(quarantine)[0], "index")
+    open_one = functools.partial(
+        _open, options=options, shuffle=shuffle, index=index, in_memory=in_memory
+    )
+    train_store = _joined(train, open_one)
+    val_store = None if val is None else open_one(val)
     if val is None and "val" in take:
         val_store = train_store  # a part of it
     stores = _stores_by_split(train_store, val_store, plan, bool(target_column))
@@ -166,15 +173,10 @@ def open_stream(
         laid_out,
         bool(target_column),
     )
-    return StreamSpec(
+    return spec_of_parts(
         plan=_bound_to_pixels(laid_out, transform, endings),
         stores=stores,
         transforms=transforms,
-        transform=transform,
-        pool=pool,
-        quarantine=quarantine,
-        run=run,
-        log_format=log_format,
         columns=sample_columns,
         endings=endings,
         store_facts={split: facts_of(store) for split, store in stores.items()},
@@ -188,35 +190,26 @@ def _checked(argument: str, value: _Section | None, kind: type[_Section]) -> _Se
     return kind() if value is None else value
 
 
-def _index_of(quarantine: str) -> str:
-    """Return the address of a run's folder of indexes, next to that of its bad samples; empty without one."""
-    return join_address(split_address(quarantine)[0], "index") if quarantine else ""
-
-
 def _bound_to_pixels(
     plan: Plan, transform: TransformConfig, endings: Mapping[Split, Ending]
 ) -> Plan:
-    """Return a plan whose fingerprint has the settings of pixels, too, which a resume must not change."""
-    for settings in _pixel_settings(transform, plan.config.epochs, endings):
-        plan = plan.bound_to(settings)
-    return plan
+    """Return a plan whose fingerprint has the settings of pixels, too, which a resume must not change.
 
-
-def _pixel_settings(
-    transform: TransformConfig, epochs: int, endings: Mapping[Split, Ending]
-) -> Iterator[dict[str, Any]]:
-    """The settings besides the plan's that a resume must not change, unless they have their defaults."""
+    Those that have their defaults are not in it.
+    """
     sizes = list(transform.size_by_epoch.items())
     if len(sizes) > 1:
-        yield {"sizes": sizes}
-    if transform.strength != 1:
-        is_ramp = isinstance(transform.strength, tuple)
-        yield {"strength": transform.strength, "epochs": epochs if is_ramp else 0}
+        plan = plan.bound_to({"sizes": sizes})
+    strength = transform.strength
+    if strength != 1:
+        epochs = plan.config.epochs if isinstance(strength, tuple) else 0
+        plan = plan.bound_to({"strength": strength, "epochs": epochs})
     if endings:
         described = {split: ending.described for split, ending in endings.items()}
-        yield {"endings": described}
+        plan = plan.bound_to({"endings": described})
     if transform.decode == "device":
-        yield {"decode": transform.decode}
+        plan = plan.bound_to({"decode": transform.decode})
+    return plan
 
 
 def _stores_by_split(
@@ -225,20 +218,14 @@ def _stores_by_split(
     """The stores of the splits that the plan has; raises ConfigError if their classes differ."""
     if val is None or not plan.val_interval:
         return {"train": train}
-    if has_target:
-        _check_classes(train, val)
-    return {"train": train, "val": val}
-
-
-def _check_classes(train: Store, val: Store) -> None:
-    """Raise ConfigError if both stores name their classes, and differ."""
-    if train.classes and val.classes and train.classes != val.classes:
+    if has_target and train.classes and val.classes and train.classes != val.classes:
         raise ConfigError(
             f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
             "names or in another order, so their labels mean different things: convert both with the same classes "
             "(raypipe convert --classes A,B), give a folder an empty folder for each class that it lacks, or list "
             "all names in order in classes.txt next to a table"
         )
+    return {"train": train, "val": val}
 
 
 def _transforms_of(
@@ -285,50 +272,43 @@ def _columns_of(
     return find_columns(stores, declared, make or None, first, label)
 
 
-@dataclass(frozen=True)
-class _Opener:
-    """Opens the stores of a stream.
+def _joined(train: Train, open_one: Callable[..., Store]) -> Store:
+    """The store at an address, or of several, by names, one that joins them."""
+    if not isinstance(train, Mapping):
+        return open_one(train)
+    if not train:
+        raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+    if "val" in train:
+        raise ConfigError(
+            "store.train: 'val' is the name of the validation store; choose another one"
+        )
+    return JoinedStore({name: open_one(store) for name, store in train.items()})
 
-    Attributes:
+
+def _open(
+    store: Store | str | Path,
+    options: Mapping[str, Any],
+    shuffle: str = "auto",
+    index: str = "",
+    in_memory: bool = False,
+) -> Store:
+    """The store at an address, or an open one, as the stream reads it.
+
+    Args:
         options: see `store_options`.
         shuffle: see `PlanConfig`; some stores can be read with or without groups.
         index: address of the run's folder of indexes; empty = none.
-        in_memory: whether stores are kept in shared memory.
+        in_memory: whether stores are kept in shared memory; each of several, so that streams of one share it.
     """
-
-    options: Mapping[str, Any]
-    shuffle: str = "auto"
-    index: str = ""
-    in_memory: bool = False
-
-    def open_train(self, train: Train) -> Store:
-        """The store at an address, or of several, by names, one that joins them."""
-        if not isinstance(train, Mapping):
-            return self.open(train)
-        if not train:
-            raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
-        if "val" in train:
-            raise ConfigError(
-                "store.train: 'val' is the name of the validation store; choose another one"
-            )
-        return JoinedStore({name: self.open(store) for name, store in train.items()})
-
-    def open(self, store: Store | str | Path) -> Store:
-        """The store at an address, or an open one, as the stream reads it."""
-        opened = _of_address(store, self.options)
-        adapted = getattr(opened, "adapted", None)
-        if adapted is not None:
-            opened = adapted(self.shuffle, self.index)
-        return _in_memory(opened) if self.in_memory else opened
-
-
-def _in_memory(store: Store) -> Store:
-    """A store that is kept in shared memory; each of several, so that streams of one of them share it."""
-    if isinstance(store, JoinedStore):
-        return JoinedStore(
-            {name: InMemoryStore(member) for name, member in store.parts.items()}
-        )
-    return InMemoryStore(store)
+    opened = _of_address(store, options)
+    adapted = getattr(opened, "adapted", None)
+    if adapted is not None:
+        opened = adapted(shuffle, index)
+    if not in_memory:
+        return opened
+    if isinstance(opened, JoinedStore):
+        return _joined(opened.parts, InMemoryStore)
+    return InMemoryStore(opened)
 
 
 def _of_address(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
@@ -370,7 +350,7 @@ def open_train(run: RunConfig) -> Store:
     options = store_options(
         store.image_column, store.target_column, store.trust_pickles
     )
-    return _Opener(options).open_train(store.train)
+    return _joined(store.train, functools.partial(_open, options=options))
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:

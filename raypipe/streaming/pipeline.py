@@ -58,20 +58,6 @@ def _pool_of(spec: StreamSpec, max_actors: int) -> tuple[PoolConfig, int]:
     return pool, min(max(room, pool.min_actors), pool.max_actors)
 
 
-def _first_actors(pool: PoolConfig, actors: int) -> int:
-    """Return how many actors start at once; the others follow with the first block.
-
-    On one machine, the imports of each take the CPUs from all else that starts.
-    """
-    if not is_local():
-        return actors
-    return max(pool.min_actors, math.ceil(actors / 2))
-
-
-def _object_store_bytes() -> float:
-    return ray.cluster_resources().get("object_store_memory", 0.0)
-
-
 def block_dataset(
     spec: StreamSpec,
     start: Cursor | MicroBatchId,
@@ -98,6 +84,10 @@ def block_dataset(
     supervisor.pool_planned.remote(
         actors * pool.cpus_per_actor, pool.min_actors * pool.cpus_per_actor
     )
+    first_actors = actors
+    if is_local():
+        # The imports of each take the CPUs from all else that starts. The others follow with the first block.
+        first_actors = max(pool.min_actors, math.ceil(actors / 2))
     readers = spec.readers(is_local())
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
     settings = Settings(
@@ -145,7 +135,7 @@ def block_dataset(
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,
-                initial_size=_first_actors(pool, actors),
+                initial_size=first_actors,
                 # Ray Data looks for finished tasks ten times a second: what an actor can do in a tenth
                 # of a second must be queued at it.
                 max_tasks_in_flight_per_actor=max(2, settings.limit(actors) // actors),
@@ -157,7 +147,8 @@ def _block_bytes(spec: StreamSpec, settings: Settings) -> tuple[int, int]:
     """Return the largest block in bytes, and the largest of those that are remembered."""
     actors = settings.actors
     # Streams take half of the object store as it is now.
-    room = _object_store_bytes() / 2 / settings.limit(actors)
+    object_store = ray.cluster_resources().get("object_store_memory", 0.0)
+    room = object_store / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
     min_pixels, max_pixels = pixel_range(
         spec.transform, spec.plan.config.sides_in("train")

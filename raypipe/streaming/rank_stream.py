@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.background import in_background
 from raypipe.device.prefetcher import Batch
@@ -24,42 +24,34 @@ from raypipe.streaming.lifetime import (
     GAVE_WAY,
     GOES_ON,
     MOVED,
+    HeadStartLostError,
     Open,
-    Pool,
+    PoolLostError,
     all_streams,
     begun,
     close_from_any_thread,
     of_ray,
 )
 from raypipe.streaming.metrics import LoaderMetrics
+from raypipe.streaming.shares import Share
 from raypipe.transform.fields import MicroBatch
 
 # Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
 _START_IMAGES = 5_000
 
 
-class HeadStartLostError(Exception):
-    """This rank could not make one of its first micro-batches itself.
+class Source(NamedTuple):
+    """A rank's stream in host memory.
 
     Attributes:
-        error: the reason.
+        open_at: the stream, as a function of a place.
+        pool: the `RayStreams` that open it; None = this process makes it.
+        draws_globally: whether the thread that asks for a batch makes it, from the process's generators.
     """
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class PoolLostError(Exception):
-    """The process that runs the pool's execution has died; the stream is to be opened again.
-
-    Attributes:
-        accept: called instead where nothing more is needed of the stream.
-    """
-
-    def __init__(self, accept: Callable[[], None]) -> None:
-        super().__init__()
-        self.accept = accept
+    open_at: Open
+    pool: Any = None
+    draws_globally: bool = False
 
 
 class RankStream:
@@ -67,11 +59,10 @@ class RankStream:
 
     Args:
         plan: the run's plan.
-        rank, world_size: number of this rank, and W.
-        open_at: the stream in host memory.
+        share: the rank's.
+        source: the stream in host memory.
         on_device: brings micro-batches onto the device, see `raypipe.device.prefetcher`.
         metrics: metrics of the rank.
-        pool: the actors that make it; None = this process makes it.
 
     Attributes:
         why: reason of its end; EXHAUSTED = it was read to its end; None = it has not ended.
@@ -80,23 +71,22 @@ class RankStream:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
-        world_size: int,
-        open_at: Open,
+        share: Share,
+        source: Source,
         on_device: Callable[[Iterator[MicroBatch]], Iterator[Batch]],
         metrics: LoaderMetrics,
-        pool: Pool | None = None,
     ) -> None:
         self._plan = plan
-        self._rank = rank
-        self._world_size = world_size
-        self._open_at = open_at
+        self._rank = share.rank
+        self._world_size = share.world_size
+        self._open_at = source.open_at
+        self._pool = source.pool
         self._on_device = on_device
         self._metrics = metrics
-        self._pool = pool
         self._batches: Iterator[Batch] | None = None
-        # The place that comes next; None = all were taken.
+        # The place that comes next, and those after it; None = all were taken.
         self._next: MicroBatchId | None = None
+        self._behind: Iterator[MicroBatchId] = iter(())
         self.why: str | None = None
         # thread that asked for the last batch; at first the one that may ask
         self._reader = threading.get_ident()
@@ -130,7 +120,8 @@ class RankStream:
                 pool.waited_s = self._metrics.run_log.waited_s
             with self.failing():
                 host = self._open_at(start)
-            self._next = next(self._places(start), None)
+            self._behind = self._places(start)
+            self._next = next(self._behind, None)
         self._batches = batches = self._on_device(host)
         self.why = None
         self._ends.callback(self._close, host)
@@ -233,21 +224,17 @@ class RankStream:
         if self.why is not None:
             return
         try:
-            self._read_to_end()
+            if self._is_shared:
+                # the other ranks read it, too
+                self._leave_training()
+                self._discard_until(None)
+            if self._next is None:
+                # it may do something more at its end
+                further = self._take()
+                assert further is None, "the stream is longer than the plan"
         except PoolLostError as lost:
             lost.accept()
         self.end(EXHAUSTED)
-
-    def _read_to_end(self) -> None:
-        """Read what is left, for the ranks that share it."""
-        if self._is_shared:
-            self._leave_training()
-            self._tell_of_validation(None)
-            self._discard_until(None)
-        if self._next is None:
-            # it may do something more at its end
-            further = self._take()
-            assert further is None, "the stream is longer than the plan"
 
     def _batch(self, position: MicroBatchId) -> Batch | None:
         """The batch of a place; None = the stream has ended."""
@@ -255,12 +242,7 @@ class RankStream:
             try:
                 self._reach(position)
                 batch = self._take()
-            except HeadStartLostError as lost:
-                if self._is_shared:  # the others go on
-                    raise lost.error from None
-                self.end(MOVED)
-                continue
-            except PoolLostError:
+            except (HeadStartLostError, PoolLostError):
                 self.end(MOVED)
                 continue
             if batch is not None or self.why != GAVE_WAY:
@@ -270,9 +252,8 @@ class RankStream:
         """The stream's next batch; None = it has ended."""
         assert self._batches is not None
         batch = next(self._batches, None)
-        if self._next and batch is not None:
-            taken = self._next.micro // self._world_size + 1
-            self._next = next(self._places(self._next, taken), None)
+        if batch is not None:
+            self._next = next(self._behind, None)
         return batch
 
     def _awaited(self) -> str:
@@ -287,31 +268,25 @@ class RankStream:
         """Go to a place of the schedule, so that its micro-batch comes next."""
         if not self.is_running:
             self._open_again(position)
-        if self._is_shared:
-            if self._next and _pass(self._next) < _pass(position):
-                self._leave_training()
-            self._tell_of_validation(position)
+        if self._is_shared and self._next and _pass(self._next) < _pass(position):
+            self._leave_training()
         if not self._comes_soon(position):
             self._open_again(position)
         self._discard_until(position)
+        self._tell_of_validation(True)
 
     @property
     def _is_shared(self) -> bool:
         """True if other ranks have shares of the same execution."""
         return self._pool is not None and self._pool.is_shared
 
-    def _tell_of_validation(self, position: MicroBatchId | None) -> None:
-        """Tell the Supervisor of a validation that this rank takes, or leaves out; None = it goes to the end."""
-        if position and position.split == "val" and not position.step:
-            if position.micro == self._rank:
-                self.supervisor.validates.remote(self._rank, position.epoch, True)
-            return
+    def _tell_of_validation(self, takes: bool) -> None:
+        """Tell the Supervisor if a validation begins, which this rank takes, or leaves out."""
         upcoming = self._next
-        if upcoming is None or not self._plan.has_val(upcoming.epoch):
+        if not (self._is_shared and upcoming and upcoming.split == "val"):
             return
-        is_whole = upcoming.split == "train" or upcoming.step == 0
-        if is_whole and (position is None or position.epoch > upcoming.epoch):
-            self.supervisor.validates.remote(self._rank, upcoming.epoch, False)
+        if upcoming.step == 0 and upcoming.micro == self._rank:
+            self.supervisor.validates.remote(self._rank, upcoming.epoch, takes)
 
     def _leave_training(self) -> None:
         """Open the stream again behind the training under way if that is far: all ranks do, which share it."""
@@ -351,6 +326,7 @@ class RankStream:
     def _discard_until(self, position: MicroBatchId | None) -> None:
         """Read on until a place comes next; None = to the stream's end."""
         while self._next != position:
+            self._tell_of_validation(False)
             if self._take() is None:
                 self.check()
                 raise RaypipeError(

@@ -30,6 +30,7 @@ from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.placement import remember_group
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
+from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.start.head_marks import Marks
 from raypipe.streaming.start.head_start import (
@@ -38,12 +39,13 @@ from raypipe.streaming.start.head_start import (
     threads_of_rank,
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
-from raypipe.streaming.start.room import ActorRoom
+from raypipe.streaming.start.room import ActorRoom, make_room
 from raypipe.streaming.supervisor import (
     POOL,
     announce_trainer,
     end_actors,
     start_supervisor,
+    stream_name,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class _Opening(NamedTuple):
 
 
 class RayStreams:
-    """Opens streams of one rank, and knows the pool of the one that is open, see `Pool`.
+    """Opens streams of one rank, and knows the pool of the one that is open.
 
     Args:
         spec: the stream.
@@ -86,6 +88,10 @@ class RayStreams:
         max_actors: most actors of the pool; None = as many as there is room for at the first start.
         apart: whether the execution of a single rank runs in an actor, too.
         siblings: processes of the run that have an execution each, and equal parts of the CPUs.
+
+    Attributes:
+        on_start: called once the pool starts, maybe by another thread.
+        waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
     """
 
     def __init__(
@@ -108,7 +114,12 @@ class RayStreams:
         self._siblings = siblings
         self._has_started = False
         self._num_vain = 0
-        run = _run_name() if in_train else None
+        run = None
+        if in_train:
+            run = ""
+            # it has none in a train function that its driver itself calls
+            with contextlib.suppress(Exception):
+                run = ray.train.get_context().get_experiment_name()
         self._marks = Marks(spec.plan.fingerprint, rank, run)
         self._may_head_start = spec.pool.head_start != 0
         # places at which processes have ended in their head starts
@@ -176,8 +187,6 @@ class RayStreams:
             head,
         )
         self._now = stream
-        if head and instead:
-            stream.meet = functools.partial(self._meet, place, head)
         if stream.supervisor is not None:
             # before anything is made: a rank that freezes from here on is found
             self._join(stream)
@@ -205,14 +214,13 @@ class RayStreams:
         """
         fingerprint = self._spec.plan.fingerprint
         place = replace(place, micro=0)
-        head_start = MAX_INT if self._may_head_start else 0
-        if self._rank == 0 and self._may_head_start:
+        head_start = 0
+        supervisor = None
+        if self._rank == 0:
             head_start = self._head_start_at(place)
-        opening = _Opening(fingerprint, place, None, head_start)
-        if not self._in_train:
-            return opening
-        if self._rank == 0 and (self._is_trainer or self._world_size > 1):
-            opening = opening._replace(supervisor=self._start_supervisor())
+            if self._is_trainer or self._world_size > 1:
+                supervisor = self._start_supervisor()
+        opening = _Opening(fingerprint, place, supervisor, head_start)
         if self._world_size == 1:
             return opening
         opening = self._broadcast(opening)
@@ -258,7 +266,7 @@ class RayStreams:
         """Leave the Supervisor of a stream whose execution was lost."""
         end_actors(supervisor, (), self._rank, self._world_size)
 
-    def _meet(self, place: MicroBatchId, head: HeadStart, stream: PooledStream) -> None:
+    def _meet(self, place: MicroBatchId, stream: PooledStream) -> None:
         """Join the stream that rank 0 opens in the place of a lost one; rank 0 waits until all ranks have.
 
         One that waits for others in its loop joins later, and may need their micro-batches before.
@@ -275,11 +283,12 @@ class RayStreams:
         self._leave_lost(lost)
         plan = self._spec.plan
         behind = plan.num_micro_batches(place) - plan.num_micro_batches(start)
-        head.num_behind = behind // self._world_size
+        assert stream.head, "a shared stream goes on by a head start"
+        stream.head.num_behind = behind // self._world_size
 
     def _head_start_at(self, place: MicroBatchId) -> int:
         """Return the most micro-batches that each rank may make itself from a place on."""
-        if not place_is_at_hand(self._spec, place):
+        if not (self._may_head_start and place_is_at_hand(self._spec, place)):
             return 0
         # without a head start, the call that starts the pool does this
         check_pickles(self._spec)
@@ -307,13 +316,21 @@ class RayStreams:
         Args:
             goes_on: whether the stream takes the place of a lost one.
         """
+        if goes_on and self.is_shared:
+            self._meet(place, stream)
         if self._rank == 0:
             try:
                 iterators = self._start(place, stream)
             except BaseException as error:
                 if self._world_size > 1 and ray.is_initialized():
                     # a peer that waits for this rank in a collective would not end by itself
-                    _share_failure(stream, error)
+                    if isinstance(error, LeftError):
+                        # this rank just leaves: they make all that they need
+                        _share(stream, _NUM_FIRST, math.inf)
+                        error = RaypipeError(
+                            "rank 0 has left the stream while its pool started"
+                        )
+                    _share(stream, POOL, error)
                 raise
             if goes_on:
                 stream.supervisor.note.remote(
@@ -323,6 +340,7 @@ class RayStreams:
             if self._world_size > 1:
                 _share(stream, POOL, (iterators, self._max_actors))
         else:
+            self._hold_memory(stream)
             if stream.head:
                 num_first = _shared(stream, _NUM_FIRST)
                 stream.head.let(num_first)
@@ -347,7 +365,7 @@ class RayStreams:
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
         if self._world_size == 1:
-            room.make(stream.check)
+            make_room(room.cpus)
         if self._max_actors is None:
             self._max_actors = preflight(
                 settings, wait=room.wait(stream.check)
@@ -362,7 +380,7 @@ class RayStreams:
             room.insist, stream.supervisor if self._world_size == 1 else None
         )
         num_first = 0
-        are_others = stream.hold_memory().are_others()
+        are_others = self._hold_memory(stream).are_others()
         if stream.head:
             num_first = stream.head.fix(are_others, is_local())
             if stream.head.measured:
@@ -379,6 +397,12 @@ class RayStreams:
             apart=self._apart,
             num_first=num_first * self._world_size,
         )
+
+    def _hold_memory(self, stream: PooledStream) -> RankMemory:
+        """Hold this node's folder of finished micro-batches until the stream ends; the last rank removes it."""
+        memory = RankMemory(self._spec, stream_name(stream.supervisor))
+        stream.on_end.append(memory.close)
+        return memory
 
     @property
     def _is_trainer(self) -> bool:
@@ -438,13 +462,6 @@ class RayStreams:
             supervisor.process_joined.remote("controller", process)
 
 
-def _run_name() -> str:
-    """The name of Ray Train's run; empty where it has none, in a train function that its driver itself calls."""
-    with contextlib.suppress(Exception):
-        return ray.train.get_context().get_experiment_name()
-    return ""
-
-
 def _titled(place: MicroBatchId) -> str:
     """The place of a stream's start, as errors name it."""
     validation = "validation of " if place.split == "val" else ""
@@ -454,14 +471,6 @@ def _titled(place: MicroBatchId) -> str:
 def _share(stream: PooledStream, name: str, message: Any) -> None:
     """Tell the other ranks, which ask for it by `_shared`."""
     stream.supervisor.share.remote(name, ray.cloudpickle.dumps(message))
-
-
-def _share_failure(stream: PooledStream, error: BaseException) -> None:
-    """Tell the other ranks that there is no pool; if this rank just leaves, they make all that they need."""
-    if isinstance(error, LeftError):
-        _share(stream, _NUM_FIRST, math.inf)
-        error = RaypipeError("rank 0 has left the stream while its pool started")
-    _share(stream, POOL, error)
 
 
 def _shared(stream: PooledStream, name: str) -> Any:

@@ -79,7 +79,12 @@ def recognized(dataset: Any) -> Recognized | None:
         first = shortened(transform, num_first)
         is_gray = isinstance(store, MemoryStore) and dataset.data.ndim == 3
         config = TransformConfig(decode="array" if is_gray else "cpu")
-        found = Recognized(store, _for_pillow(first), steps[num_first:], config)
+        if first is not None and transform_kind(first) != "pil":
+            from torchvision.transforms import v2
+
+            # it would get tensors, and gets PIL images in a Dataset
+            first = v2.Compose([v2.ToPILImage(), first])
+        found = Recognized(store, first, steps[num_first:], config)
         # an array of one channel becomes no PIL image
         if not (is_gray and num_first) and _are_equal(dataset, found):
             return found
@@ -88,15 +93,6 @@ def recognized(dataset: Any) -> Recognized | None:
 
 def _is_last(step: Any) -> bool:
     return type(step).__name__ in _LAST and package_of(step) == "torchvision"
-
-
-def _for_pillow(pipeline: Any) -> Any:
-    """Return a pipeline that gets PIL images, as in a Dataset, where one of v2 would get tensors."""
-    if pipeline is None or transform_kind(pipeline) == "pil":
-        return pipeline
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.ToPILImage(), pipeline])
 
 
 def _store_of(dataset: Any) -> Store | None:

@@ -8,6 +8,7 @@ augmentation, records and digests are those of that stream, and no step reads th
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ import torch
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.prefetcher import Batch
+from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.resize import to_device
 from raypipe.device.ring import new_event, new_stream, numbered
 from raypipe.errors import ConfigError, ResourceError, StoreError
@@ -98,7 +99,14 @@ def resident(
         ResourceError: the device has too little memory.
     """
     plan = plan or PlanConfig()
-    _check(plan, border, flip)
+    if plan.buckets:
+        raise ConfigError(
+            "plan.buckets need a stream: all images of a resident dataset have one size"
+        )
+    if not (border >= 0 and 0 <= flip <= 1):
+        raise ConfigError(
+            f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
+        )
     opened = functools.partial(
         open_stream,
         store,
@@ -146,18 +154,6 @@ def resident(
         images,
         spec.columns.has_target,
     )
-
-
-def _check(plan: PlanConfig, border: int, flip: float) -> None:
-    """Raise ConfigError for settings that a resident dataset cannot have."""
-    if plan.buckets:
-        raise ConfigError(
-            "plan.buckets need a stream: all images of a resident dataset have one size"
-        )
-    if not (border >= 0 and 0 <= flip <= 1):
-        raise ConfigError(
-            f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
-        )
 
 
 def _steps(
@@ -255,25 +251,26 @@ class Resident:
         """
         size = size or self.plan.config.micro_batch_size
         kept = self.plan.kept["train"].indices(np.arange(len(self)))
-        for number, index in enumerate(np.split(kept, range(size, len(self), size))):
-            on_device = to_device(index, self.images.device)
-            position = MicroBatchId("val", 0, number, 0)
-            image = self.images[on_device]
-            fields = {IMAGE: image.contiguous(memory_format=torch.channels_last)}
-            target = self._train.targets[index]
-            if self.targets is not None:
-                fields[LABEL] = self.targets[on_device]
-            batch = Batch(
-                position=position,
-                seed=self.plan.micro_batch_seed(position),
-                fields=fields,
-                weight=torch.ones(len(index), device=self.images.device),
-                target_host=target,
-                index=index,
-                num_bad=0,
-                ends_step=True,
-            )
+        parts = np.split(kept, range(size, len(self), size))
+        device = self.images.device
+        for batch in on_device(
+            itertools.starmap(self._unchanged, enumerate(parts)),
+            device,
+            self.plan.micro_batch_seed,
+            ring=False,
+            facts_of=lambda host: {"ends_step": True},
+        ):
             yield self.augment.of_batch(batch, 0.0) if self.augment else batch
+
+    def _unchanged(self, number: int, index: np.ndarray) -> MicroBatch:
+        """A micro-batch of samples, int64 (B,), as they are stored."""
+        image = self.images[to_device(index, self.images.device)]
+        fields: dict[str, Any] = {
+            IMAGE: image.contiguous(memory_format=torch.channels_last),
+            LABEL: self._train.targets[index],
+        }
+        position = MicroBatchId("val", 0, number, 0)
+        return MicroBatch(position, index, np.ones(len(index), np.float32), fields)
 
 
 class ResidentImages:

@@ -8,7 +8,7 @@ last first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +38,14 @@ Maker = SampleMaker | ItemMaker
 
 
 class SampleMakers:
-    """Makes the sample makers of a stream as their sizes come up, and keeps them."""
+    """Makes the sample makers of a stream as their sizes come up, and keeps them.
+
+    Attributes:
+        spec: the stream.
+    """
 
     def __init__(self, spec: StreamSpec) -> None:
-        self._spec = spec
+        self.spec = spec
         self._makers: dict[tuple[Split, Size], Maker] = {}
         # Copies of makers whose code is the user's, until their first samples were made twice, see `check`. Code
         # that is named gets the size, so each maker has its own.
@@ -54,10 +58,10 @@ class SampleMakers:
             bucket: that of its samples; None = as the plan draws it.
         """
         split = position.split
-        size = self._size(position, bucket)
+        size = self.size(position, bucket)
         if (split, size) in self._makers:
             return self._makers[split, size]
-        spec = self._spec
+        spec = self.spec
         sides = None
         if has_sizes(spec.transform, split, spec.plan.config.sides_in(split)):
             sides = sides_of(size)
@@ -83,22 +87,22 @@ class SampleMakers:
             return ItemMaker(code)
         return SampleMaker(
             code,
-            self._spec.transform,
+            self.spec.transform,
             columns,
             size,
             sides,
-            self._spec.pool.kernel_threads,
+            self.spec.pool.kernel_threads,
         )
 
-    def _size(self, position: MicroBatchId, bucket: int | None) -> Size:
-        """The size of a micro-batch's images."""
-        plan = self._spec.plan
+    def size(self, position: MicroBatchId, bucket: int | None = None) -> Size:
+        """The size of a micro-batch's images, see `get`."""
+        plan = self.spec.plan
         sides = None
         if buckets := plan.config.sides_in(position.split):
             if bucket is None:
                 bucket = int(plan.draw(position).buckets[0])
             sides = buckets[bucket]
-        return size_in(self._spec.transform, position.split, position.epoch, sides)
+        return size_in(self.spec.transform, position.split, position.epoch, sides)
 
     @property
     def has_user_code(self) -> bool:
@@ -116,32 +120,10 @@ class SampleMakers:
         """The strength of a micro-batch's transform; a validation's is whole."""
         if position.split == "val":
             return 1.0
-        plan = self._spec.plan
-        return self._spec.transform.strength_at(
+        plan = self.spec.plan
+        return self.spec.transform.strength_at(
             plan.progress(plan.global_step(position))
         )
-
-    def recipes(
-        self, block: Sequence[MicroBatchId]
-    ) -> list[tuple[Maker, Size, float, np.ndarray, np.ndarray]]:
-        """Return the sample maker, size, strength, indices and keys of each micro-batch of a block."""
-        plan = self._spec.plan
-        draws = plan.draw_block(block)
-        recipes = []
-        for number, position in enumerate(block):
-            drawn = draws.at(number)
-            bucket = int(drawn.buckets[0])
-            keys = plan.sample_keys(position.split, drawn)
-            recipes.append(
-                (
-                    self.get(position, bucket),
-                    self._size(position, bucket),
-                    self.strength(position),
-                    drawn.indices,
-                    keys,
-                )
-            )
-        return recipes
 
     def is_unchecked(self, sample_maker: Maker) -> bool:
         """True until the first samples of a maker whose code is the user's were made twice."""
@@ -176,11 +158,19 @@ class SampleMakers:
             return
         for number, original in originals.items():
             if name := _differing(original, remade[number]):
-                raise _depends(self.title(position.split), name)
+                is_column = name.startswith(f"{COLUMN}.")
+                code = "make_columns" if is_column else self.title(position.split)
+                raise ConfigError(
+                    f"{code} does not make the same of the same sample: it keeps state from sample to sample, or "
+                    f"draws elsewhere ({name} differs). Let it take an argument `rng`, and draw from that alone, "
+                    "or from the generators of random, numpy and torch, which raypipe seeds for each sample; make "
+                    "generators and pipelines outside of the call; and keep no counter, buffer or statistic from "
+                    "sample to sample (docs/reproducibility.md)"
+                )
 
     def title(self, split: Split) -> str:
         """The transform or the Dataset of a split, as errors name it."""
-        code = self._spec.transforms[split]
+        code = self.spec.transforms[split]
         if isinstance(code, DatasetItems):
             return code.name
         return f"transform.{split} is {brief(code)}, which"
@@ -189,36 +179,12 @@ class SampleMakers:
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """The name of a field that differs; empty: none does."""
     for name in first:
-        if name == ITEM:
-            differs = difference(first[name], second[name])
-            if differs == "numbers":
-                return name
-            if differs == "others":
-                logger.warning(
-                    "an item has values besides its tensors and arrays, such as ids of objects, that differ each "
-                    "time it is made, and a digest of the stream will differ too"
-                )
-        elif name not in second or not _is_equal(first[name], second[name]):
+        differs = difference(first[name], second.get(name))
+        if differs == "others" and name == ITEM:
+            logger.warning(
+                "an item has values besides its tensors and arrays, such as ids of objects, that differ each "
+                "time it is made, and a digest of the stream will differ too"
+            )
+        elif differs:
             return name
     return ""
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return (
-            first.shape == second.shape
-            and first.dtype == second.dtype
-            and first.tobytes() == second.tobytes()
-        )
-    return type(first) is type(second) and bool(first == second)
-
-
-def _depends(title: str, field: str) -> ConfigError:
-    code_name = "make_columns" if field.startswith(f"{COLUMN}.") else title
-    return ConfigError(
-        f"{code_name} does not make the same of the same sample: it keeps state from sample to sample, or draws "
-        f"elsewhere ({field} differs). Let it take an argument `rng`, and draw from that alone, or from the "
-        "generators of random, numpy and torch, which raypipe seeds for each sample; make generators and "
-        "pipelines outside of the call; and keep no counter, buffer or statistic from sample to sample "
-        "(docs/reproducibility.md)"
-    )

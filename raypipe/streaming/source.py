@@ -145,7 +145,10 @@ class MicroBatchSource(Datasource):
                 )
             careful = bool(self._readers) and ray.get(begun)
         hold(self._readers.values())
-        with self._traced():
+        events: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._traces and self._supervisor:
+            events = sending_trace(self._supervisor, this_process("reader"))
+        with events:
             every_place = itertools.chain([position], places)
             blocks = cut(every_place, self._ranks, sizes)
             rows = self._blocks(blocks, task, careful)
@@ -178,12 +181,6 @@ class MicroBatchSource(Datasource):
                     samples.outage_s = outages_s() - outage_s
                 row = source_row(block, samples)
             yield row
-
-    def _traced(self) -> contextlib.AbstractContextManager[None]:
-        """Record this task's events, if the stream is traced."""
-        if self._traces and self._supervisor:
-            return sending_trace(self._supervisor, this_process("reader"))
-        return contextlib.nullcontext()
 
     def _read(self, position: MicroBatchId, task: str) -> Columns:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""

@@ -125,16 +125,12 @@ def check_pickles(spec: StreamSpec) -> None:
     """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
     from ray import cloudpickle
 
-    parts = {
-        f"{split}_transform": transform for split, transform in spec.transforms.items()
-    }
-    stores = {f"the {split} store": store for split, store in spec.stores.items()}
+    parts: dict[str, Any] = {"make_columns": spec.columns.function}
+    for split, store in spec.stores.items():
+        parts[f"{split}_transform"] = spec.transforms[split]
+        parts[f"the {split} store"] = store
     with Path(os.devnull).open("wb") as nowhere:
-        for name, component in {
-            **parts,
-            **stores,
-            "make_columns": spec.columns.function,
-        }.items():
+        for name, component in parts.items():
             try:
                 cloudpickle.dump(component, nowhere)
             except Exception as error:

@@ -6,10 +6,8 @@ given as the address of its folder, or as the open folder.
 
 from __future__ import annotations
 
-import pyarrow.fs
-
 from raypipe.metrics.records import RunFolder
-from raypipe.storage.files import open_input, write_synced
+from raypipe.storage.files import write_synced
 from raypipe.storage.filesystem import open_filesystem
 
 
@@ -26,7 +24,7 @@ def request_stop(run: str | RunFolder) -> None:
 def stop_requested(run: str | RunFolder) -> bool:
     """Return whether the trainers of a run were asked to end."""
     filesystem, path = _file(run)
-    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
+    return filesystem.get_file_info(path).is_file
 
 
 def answer_stop(run: str | RunFolder) -> None:
@@ -37,11 +35,8 @@ def answer_stop(run: str | RunFolder) -> None:
 
 def stop_answered(run: str | RunFolder) -> bool:
     """Return whether the trainers have seen the request."""
-    try:
-        with open_input(*_file(run)) as file:
-            return file.size() > 0
-    except FileNotFoundError:
-        return False
+    filesystem, path = _file(run)
+    return bool(filesystem.get_file_info(path).size)
 
 
 def remove_stop(run: str | RunFolder) -> None:

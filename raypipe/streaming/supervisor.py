@@ -17,6 +17,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -42,9 +43,8 @@ MAX_ATTEMPTS = 6
 one block so often; a block that does not fit in memory is hit each time, at the cost of a process start each."""
 POOL = "pool"
 """The name of rank 0's message: the iterators of all ranks, and the most actors; or the error of their start."""
-# Rank 0 reads events every second. Beyond this number the oldest are forgotten, so many at once.
+# Rank 0 reads events every second. Beyond this number the oldest are forgotten.
 _MAX_EVENTS = 10_000
-_FORGOTTEN = 1_000
 # So many of the last events outlive the process: those before have been read.
 _EVENTS_REMEMBERED = 200
 _PATIENCE_S = 5.0  # wait for an answer, at a run's end
@@ -94,28 +94,26 @@ class Events:
     """Events of a stream, in order: kind, "fault" or "scale", and text."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, str]] = []
-        self._first = 0  # number of the first; those before are forgotten
+        self._last = deque[tuple[str, str]](maxlen=_MAX_EVENTS)
+        self._num = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        last = self._events[-_EVENTS_REMEMBERED:]
-        first = self._first + len(self._events) - len(last)
-        return {"_events": last, "_first": first}
+        last = list(self._last)[-_EVENTS_REMEMBERED:]
+        return {"_num": self._num, "_last": deque(last, _MAX_EVENTS)}
 
     def add(self, kind: str, text: str) -> None:
         """Add one."""
-        self._events.append((kind, text))
-        if len(self._events) > _MAX_EVENTS:
-            del self._events[:_FORGOTTEN]
-            self._first += _FORGOTTEN
+        self._last.append((kind, text))
+        self._num += 1
 
     def has(self, kind: str, text: str) -> bool:
         """Return whether there was the same one before."""
-        return (kind, text) in self._events
+        return (kind, text) in self._last
 
     def since(self, first: int) -> list[tuple[str, str]]:
         """The events from number `first` on."""
-        return self._events[max(0, first - self._first) :]
+        num_forgotten = self._num - len(self._last)
+        return list(self._last)[max(0, first - num_forgotten) :]
 
 
 class Supervisor:
@@ -176,17 +174,13 @@ class Supervisor:
         self._process = this_process("supervisor") if watches else None
         self._memory = Memory() if watches else None
         if self._memory and self._memory.lived_before:
-            self._restore(self._memory.load())
+            if state := self._memory.load():
+                self._watch.restore(state.pop("watched"))
+                vars(self).update(state)
+            restarted = "the stream's supervisor died, and was restarted"
+            self.note(restarted, "supervisor_restarted")
         if watches:
             self._watch.start()
-
-    def _restore(self, state: dict[str, Any] | None) -> None:
-        if state:
-            vars(self).update({name: state[name] for name in _REMEMBERED})
-            self._watch.restore(state["watched"])
-        self.note(
-            "the stream's supervisor died, and was restarted", "supervisor_restarted"
-        )
 
     def _remember(self) -> None:
         """Save what a restarted Supervisor needs, after each change but those that come with every block."""

@@ -41,7 +41,7 @@ from raypipe.streaming.bad_samples import BadSample, counts_of
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.faults import NO_ORDERS, Orders
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.memory.recall import Recall, recall_of
+from raypipe.streaming.memory.recall import recall_of
 from raypipe.streaming.read_ahead import ReadAhead
 from raypipe.streaming.row import block_row, of_source_row
 from raypipe.streaming.spec import StreamSpec
@@ -87,12 +87,8 @@ class TransformWorker:
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
-        self._recall = recall_of(
-            spec,
-            self._maker.block,
-            self._maker.sample_makers.recipes,
-            stream_name(supervisor),
-        )
+        makers = self._maker.sample_makers
+        self._recall = recall_of(self._maker.block, makers, stream_name(supervisor))
         if spec.traces and begin_recording():
             TraceSender(supervisor, this_process("transform actor"))
         self._num_blocks = 0
@@ -116,9 +112,15 @@ class TransformWorker:
                 self._given = self._by_index(block, given)
                 given = None
             try:
-                if recall := self._recall_for(block, orders):
+                recall = self._recall
+                # no sample is to be touched with care
+                is_safe = not (orders.careful or orders.bad)
+                if recall and is_safe and recall.wants(block[0].split):
+                    split = block[0].split
                     batches, bad, arrays = recall.block(block, given)
-                    self._tell_of_split(recall, block[0].split)
+                    if recall.looks_for(split) and split not in self._told:
+                        self._supervisor.split_remembered.remote(split)
+                        self._told.add(split)
                 else:
                     batches, bad, arrays = self._maker.block(
                         block,
@@ -151,23 +153,6 @@ class TransformWorker:
             gc.freeze()
         self._num_blocks += 1
         return row
-
-    def _recall_for(self, block: Block, orders: Orders) -> Recall | None:
-        """Return the recall if the block may have been made before, and no sample is to be touched with care."""
-        recall = self._recall
-        if (
-            recall is None
-            or orders.careful
-            or orders.bad
-            or not recall.wants(block[0].split)
-        ):
-            return None
-        return recall
-
-    def _tell_of_split(self, recall: Recall, split: Split) -> None:
-        if recall.looks_for(split) and split not in self._told:
-            self._supervisor.split_remembered.remote(split)
-            self._told.add(split)
 
     def _read(self, position: MicroBatchId, indices: np.ndarray) -> Columns:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
@@ -272,15 +257,13 @@ class Guard:
 
     def _watch(self) -> None:
         with self._lock:
-            if self._is_in_block:
-                self._start_clock()
-
-    def _start_clock(self) -> None:
-        # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
-        # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
-        now = time.monotonic()
-        if self._time_limit_s and now > self._watched_at + _UNWATCHED_S:
-            faulthandler.dump_traceback_later(
-                self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR
-            )
-            self._watched_at = now
+            # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start
+            # it takes as long as some tiny images, so it is started again only now and then, and waits that much
+            # longer.
+            now = time.monotonic()
+            is_time = now > self._watched_at + _UNWATCHED_S
+            if self._is_in_block and self._time_limit_s and is_time:
+                faulthandler.dump_traceback_later(
+                    self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR
+                )
+                self._watched_at = now

@@ -28,6 +28,8 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.plain import counted_target
+from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.shares import Share
 from raypipe.transform.fields import MicroBatch
 
 EPOCHS = 2
@@ -73,7 +75,8 @@ def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
     def opened(place: MicroBatchId) -> Iterator[MicroBatch]:
         return inline_batches(spec, place, rank, world_size)
 
-    return Loader(spec, opened, rank, world_size, cursor=spec.plan.start())
+    share = Share(rank, world_size, rank, world_size)
+    return Loader(spec, Source(opened), share, cursor=spec.plan.start())
 
 
 def forget_accelerate() -> None:

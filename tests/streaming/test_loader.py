@@ -29,8 +29,10 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.rank_stream import Source
 from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.run_log import RunLog
+from raypipe.streaming.shares import Share
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -159,9 +161,8 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(
         spec,
-        lambda place: inline_batches(spec, place, rank, world_size),
-        rank,
-        world_size,
+        Source(lambda place: inline_batches(spec, place, rank, world_size)),
+        Share(rank, world_size, rank, world_size),
         begins=False,
     )
 
@@ -220,7 +221,7 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     def opened() -> Any:
         batches = inline_batches(spec, spec.plan.start())
         source = told(batches, lambda: ends.append("ended"))
-        one = Loader(spec, lambda _: source, cursor=spec.plan.start())
+        one = Loader(spec, Source(lambda _: source), cursor=spec.plan.start())
         epochs = one.epochs()
         for epoch in epochs:  # noqa: B007  a person leaves it at once
             break
@@ -298,7 +299,7 @@ def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
     while end_oldest():  # other tests may have left some
         pass
     pool = OwnPool(spec)
-    one = Loader(spec, pool.open, cursor=spec.plan.start(), pool=pool)
+    one = Loader(spec, Source(pool.open, pool), cursor=spec.plan.start())
     train = next(one.epochs()).train
     next(train)
 

@@ -19,6 +19,7 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.rank_stream import Source
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -126,7 +127,8 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         yield from batches
 
     folder = open_filesystem(tmp_path.as_uri())
-    loader = Loader(spec, lambda _: stalled(), cursor=spec.plan.start(), folder=folder)
+    source = Source(lambda _: stalled())
+    loader = Loader(spec, source, cursor=spec.plan.start(), folder=folder)
     batches = next(loader.epochs()).train
     for _ in range(8):
         asked, before = time.perf_counter(), loader.times()

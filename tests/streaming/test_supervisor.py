@@ -193,7 +193,6 @@ def test_a_reader_misses_no_event_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_MAX_EVENTS", 20)
-    monkeypatch.setattr(supervisor_module, "_FORGOTTEN", 5)
     supervisor = Supervisor(max_attempts=3)
     read: list[tuple[str, str]] = []
     for number in range(100):

@@ -14,6 +14,7 @@ from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.rank_stream import Source
 from raypipe.streaming.record.digest_log import (
     DIGESTS,
     DigestLog,
@@ -21,6 +22,7 @@ from raypipe.streaming.record.digest_log import (
     read_epoch,
 )
 from raypipe.streaming.record.opened import settings_record
+from raypipe.streaming.shares import Share
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -50,9 +52,8 @@ def logging_loader(
 
     return Loader(
         spec,
-        open_at,
-        rank,
-        world_size,
+        Source(open_at),
+        Share(rank, world_size, rank, world_size),
         CPU,
         cursor=cursor or spec.plan.start(),
         augment=augment,

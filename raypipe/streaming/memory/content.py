@@ -18,7 +18,7 @@ import hashlib
 import json
 import pickle
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,7 @@ import numpy as np
 from raypipe.library_settings import of_this_process
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.streaming.sample_makers import Maker
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.sample_makers import Maker, SampleMakers
 from raypipe.transform.albumentations import described
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
@@ -52,12 +51,7 @@ def processor() -> str:
     return platform.processor()
 
 
-Recipe = tuple[Maker, Size, float, np.ndarray, np.ndarray]
-"""Maker of samples, size, strength, indices and keys of a micro-batch, from `SampleMakers.recipes`."""
-Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
-
-
-class _Code(NamedTuple):
+class Code(NamedTuple):
     """The code of a maker of samples: all of a key but samples and strength.
 
     Attributes:
@@ -75,33 +69,19 @@ class Contents:
     """Contents of a stream, as one of its processes makes them.
 
     Args:
-        spec: the stream.
-        recipes: describes the micro-batches of a block.
+        makers: those of the stream's samples.
         stream: name that no other stream has; content with code of the user's belongs only to it.
     """
 
-    def __init__(
-        self,
-        spec: StreamSpec,
-        recipes: Recipes,
-        stream: str,
-    ) -> None:
-        self._spec = spec
-        self._recipes = recipes
+    def __init__(self, makers: SampleMakers, stream: str) -> None:
+        self._makers = makers
+        self._spec = makers.spec
         self._stream = stream
-        self._codes: dict[tuple[Split, Maker], _Code] = {}
-
-    def is_fixed(self, split: Split) -> bool:
-        """Return whether no step of a split is random."""
-        return self._first(split).is_fixed
-
-    def is_public(self, split: Split) -> bool:
-        """Return whether other streams can have the same content."""
-        return self._first(split).is_public
+        self._codes: dict[tuple[Split, Maker], Code] = {}
 
     def of_training(self) -> str:
         """Return a hash of all that a training makes: streams of one hash are alike. "" = like no other."""
-        code = self._first("train")
+        code = self.first("train")
         if not code.is_public:
             return ""
         config = self._spec.plan.config
@@ -111,29 +91,35 @@ class Contents:
 
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
         """Return the key of each micro-batch of a block."""
+        plan = self._spec.plan
+        draws = plan.draw_block(block)
         keys = []
-        for maker, size, strength, indices, of_samples in self._recipes(block):
-            code = self._of(block[0].split, maker, size)
+        for number, position in enumerate(block):
+            drawn = draws.at(number)
+            code = self._of(position, int(drawn.buckets[0]))
+            strength = self._makers.strength(position)
             digest = hashlib.blake2b(code.digest, digest_size=_KEY_BYTES)
-            digest.update(f"{strength!r} {len(indices)} ".encode())
-            digest.update(np.ascontiguousarray(indices).data)
+            digest.update(f"{strength!r} {len(drawn.indices)} ".encode())
+            digest.update(np.ascontiguousarray(drawn.indices).data)
             if not code.is_fixed:
+                of_samples = plan.sample_keys(position.split, drawn)
                 digest.update(np.ascontiguousarray(of_samples).data)
             keys.append(digest.digest())
         return keys
 
-    def _first(self, split: Split) -> _Code:
+    def first(self, split: Split) -> Code:
         """The code of a split's first micro-batch."""
-        ((maker, size, *_),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
-        return self._of(split, maker, size)
+        return self._of(MicroBatchId(split, 0, 0, 0))
 
-    def _of(self, split: Split, maker: Maker, size: Size) -> _Code:
-        pair = (split, maker)
+    def _of(self, position: MicroBatchId, bucket: int | None = None) -> Code:
+        maker = self._makers.get(position, bucket)
+        pair = (position.split, maker)
         if pair not in self._codes:
-            self._codes[pair] = self._code(split, maker, size)
+            size = self._makers.size(position, bucket)
+            self._codes[pair] = self._code(position.split, maker, size)
         return self._codes[pair]
 
-    def _code(self, split: Split, maker: Maker, size: Size) -> _Code:
+    def _code(self, split: Split, maker: Maker, size: Size) -> Code:
         spec = self._spec
         maker.weaken(1.0)  # a key has its own strength
         transforms = [transform for _, transform in maker.transforms]
@@ -164,7 +150,7 @@ class Contents:
         ]
         content = json.dumps(facts, default=_plain).encode()
         digest = hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
-        return _Code(digest, is_fixed, is_public)
+        return Code(digest, is_fixed, is_public)
 
 
 def _described(transform: SampleTransform) -> str | None:

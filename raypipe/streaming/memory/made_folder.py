@@ -58,7 +58,6 @@ class Folder:
         path: the folder.
         num_bytes: limit of all files; None = a tenth of the free space.
         keeps_passing: whether it also keeps what does not come back for sure.
-        comes_back: whether it is made again if it was removed.
     """
 
     def __init__(
@@ -66,11 +65,9 @@ class Folder:
         path: Path,
         num_bytes: int | None = None,
         keeps_passing: bool = True,
-        comes_back: bool = True,
     ) -> None:
         self.path = path
         self.keeps_passing = keeps_passing
-        self._comes_back = comes_back
         self._room = Room(path, num_bytes, _SHARE)
         self._is_writable = True
 
@@ -106,9 +103,9 @@ class Folder:
         if not is_kept or (self.path / key.hex()).exists():
             return
         try:
-            if self._comes_back:
-                private_folder(self.path.parent, self.path.name)
             self._write(key, packed(finished, key), lasts)
+        except TooLargeError:
+            pass
         except (OSError, StoreError) as error:
             if FileNotFoundError in (type(error), type(error.__cause__)):
                 return  # the folder was removed
@@ -135,8 +132,6 @@ class Folder:
                 os.utime(hidden, (date, date))
             with self._room.locked():  # nobody counts files meanwhile
                 hidden.replace(self.path / key.hex())
-        except TooLargeError:
-            pass
         finally:
             hidden.unlink(missing_ok=True)
 
@@ -159,7 +154,7 @@ def open_folder(pool: PoolConfig, num_bytes: int | None = None) -> Folder | None
             parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else cache_folder()
             # its last rank removes it
             path = private_folder(parent, name)
-            return Folder(path, num_bytes, comes_back=False)
+            return Folder(path, num_bytes)
         if place == "disk":
             path = make_cache_folder("remembered")
             return Folder(path, num_bytes, keeps_passing=False)

@@ -41,8 +41,8 @@ class RankMemory:
         if self._folder is None:
             return False
         # other threads of this process may have the stream's own objects
-        recipes = SampleMakers(self._spec.with_own_code()).recipes
-        contents = Contents(self._spec, recipes, self._stream)
+        makers = SampleMakers(self._spec.with_own_code())
+        contents = Contents(makers, self._stream)
         self._streams = streams_of(contents, self._folder, self._stream)
         return self._streams is not None and self._streams.are_others()
 

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 import ray
 
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.cluster_state import object_store_of
 from raypipe.storage.retries import report_progress
 from raypipe.stores.base import Columns
-from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.memory.content import Contents, Recipes
+from raypipe.streaming.maker import Made
+from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.made_folder import Folder, memory_bytes, open_folder
 from raypipe.streaming.memory.stored import Finished
 from raypipe.streaming.memory.streams import Streams
+from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import read_by_reader
 
-Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
-"""Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
 Make = Callable[..., Made]
 
 _LOOK_S = 0.02
 
 
+@dataclass(eq=False)
 class Recall:
     """Puts blocks together, of remembered micro-batches and new ones.
 
-    Args:
+    Attributes:
         make: makes the micro-batches of a block, see `MicroBatchMaker.block`.
         contents: their keys.
         folder: where they are.
@@ -41,32 +39,23 @@ class Recall:
         streams: those that make the same training; None = it is like no other.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        contents: Contents,
-        folder: Folder,
-        splits: frozenset[Split],
-        has_repeats: bool,
-        streams: Streams | None,
-    ) -> None:
-        self._make = make
-        self._contents = contents
-        self._folder = folder
-        self._splits = splits
-        self._has_repeats = has_repeats
-        self._streams = streams
+    make: Make
+    contents: Contents
+    folder: Folder
+    splits: frozenset[Split]
+    has_repeats: bool
+    streams: Streams | None
 
     def wants(self, split: Split) -> bool:
         """Return whether a split's micro-batches may be remembered."""
-        is_repeated = self._has_repeats and split == "train"
+        is_repeated = self.has_repeats and split == "train"
         return is_repeated or self.looks_for(split)
 
     def looks_for(self, split: Split) -> bool:
         """Return whether a split's micro-batches are needed again, by a later pass or by other streams."""
-        if split in self._splits:
+        if split in self.splits:
             return True
-        return self._streams is not None and self._streams.are_others()
+        return self.streams is not None and self.streams.are_others()
 
     def block(
         self,
@@ -74,7 +63,7 @@ class Recall:
         given: Columns | None = None,
     ) -> Made:
         """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
-        keys = self._contents.keys(block)
+        keys = self.contents.keys(block)
         finished = dict[int, Finished]()
         while len(finished) < len(block):
             num_before = len(finished)
@@ -110,7 +99,7 @@ class Recall:
         started = time.perf_counter()
         found = self._get(position, key)
         if found is None:
-            with self._folder.claim(key) as is_mine:
+            with self.folder.claim(key) as is_mine:
                 if not is_mine:
                     return None
                 found = self._get(position, key)
@@ -120,29 +109,28 @@ class Recall:
         return replace(batch, work_s=time.perf_counter() - started), bad
 
     def _get(self, position: MicroBatchId, key: bytes) -> Finished | None:
-        return self._folder.get(key, position, position.split in self._splits)
+        return self.folder.get(key, position, position.split in self.splits)
 
     def _new(
         self, position: MicroBatchId, key: bytes, given: Columns | None
     ) -> Finished:
         """Make a micro-batch, and keep it."""
-        (batch,), bad, _ = self._make([position], given)
+        (batch,), bad, _ = self.make([position], given)
         # Substitutes of a training, and the shape of images where none is good, depend on the plan.
         if not (batch.num_bad and position.split == "train") and batch.weight.any():
-            lasts = position.split in self._splits
-            self._folder.put(key, (batch, bad), lasts)
+            lasts = position.split in self.splits
+            self.folder.put(key, (batch, bad), lasts)
         return batch, bad
 
 
-def recall_of(
-    spec: StreamSpec, make: Make, recipes: Recipes, stream: str
-) -> Recall | None:
+def recall_of(make: Make, makers: SampleMakers, stream: str) -> Recall | None:
     """Return the recall of a transform actor; None = nothing is remembered.
 
     Args:
-        make, recipes: `block` of the stream's `MicroBatchMaker`, and `recipes` of its sample makers.
+        make, makers: `block` of the stream's `MicroBatchMaker`, and its sample makers.
         stream: name that no other stream has.
     """
+    spec = makers.spec
     pool = spec.pool
     num_bytes = None
     ends_with_run = pool.remember_in == "memory"
@@ -152,12 +140,12 @@ def recall_of(
     folder = open_folder(pool, num_bytes)
     if folder is None:
         return None
-    contents = Contents(spec, recipes, stream)
+    contents = Contents(makers, stream)
     splits = _coming_back(spec, contents, least=2 if ends_with_run else 1)
     if not ends_with_run:
-        splits = frozenset(split for split in splits if contents.is_public(split))
+        splits = frozenset(split for split in splits if contents.first(split).is_public)
     # repeats without a random step
-    has_repeats = spec.plan.config.aug_repeats > 1 and contents.is_fixed("train")
+    has_repeats = spec.plan.config.aug_repeats > 1 and contents.first("train").is_fixed
     streams = streams_of(contents, folder, stream)
     if not (splits or has_repeats or streams):
         return None
@@ -200,7 +188,7 @@ def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[
         is_ordered
         and plan.config.epochs >= least
         and spec.transform.strength_at(0.0) == spec.transform.strength_at(1.0)
-        and contents.is_fixed("train")
+        and contents.first("train").is_fixed
     ):
         splits.add("train")
     return frozenset(splits)

@@ -84,32 +84,33 @@ def read_whole_checkpoint(start: RunFolder | Checkpoint) -> Checkpoint:
     Raises:
         ConfigError: the checkpoint is damaged, of another make, or cannot be read.
     """
-    if isinstance(start, Checkpoint):
-        if start.state:
-            return start
-        folder = open_filesystem(start.address)
-    else:
-        folder = start
+    if not isinstance(start, Checkpoint):
+        return _whole(start)
+    if start.state:
+        return start
+    return start._replace(state=_whole(open_filesystem(start.address)).state)
+
+
+def _whole(folder: RunFolder) -> Checkpoint:
+    """The checkpoint in a folder, see `read_whole_checkpoint`."""
     try:
-        checkpoint = _look(folder)._replace(address=folder[1])
-        state = _content(folder, STATE_FILE, checkpoint.digest)
+        return _look(folder, folder[1], with_state=True)
     except _DamageError as error:
         raise ConfigError(
             f"{folder[1]} is damaged ({error}), or was not made by loader.report: then restore it as you made it"
         ) from None
-    if isinstance(start, Checkpoint):
-        checkpoint = start
-    return checkpoint._replace(state=state)
 
 
-def cursor_of(folder: RunFolder) -> Cursor | None:
-    """The place in a checkpoint, which `Loader.report` or `Loader.save` has made; None = there is none.
+def cursor_of(start: RunFolder | Checkpoint) -> Cursor | None:
+    """The place in a checkpoint, or in its folder by `Loader.report` or `Loader.save`; None = there is none.
 
     Raises:
         CursorError: the file is not a cursor's.
     """
+    if isinstance(start, Checkpoint):
+        return start.cursor
     try:
-        return Cursor.from_json(_read(folder, CURSOR_FILE).decode(errors="replace"))
+        return Cursor.from_json(_read(start, CURSOR_FILE).decode(errors="replace"))
     except _DamageError:
         return None
 
@@ -256,15 +257,9 @@ def _newest_in(
     passed_over: dict[str, str] = {}
     foreign = None
     for name in names:
+        place = join_address(run_uri, name)
         try:
-            folder = open_filesystem(join_address(run_uri, name))
-            checkpoint = _look(folder)._replace(address=join_address(run_uri, name))
-            check(checkpoint.cursor)
-            if with_state:
-                state = _content(folder, STATE_FILE, checkpoint.digest)
-            else:
-                state = b""
-            return checkpoint._replace(state=state), passed_over
+            return _look(open_filesystem(place), place, with_state, check), passed_over
         except CursorError as error:
             foreign = foreign or error
             passed_over[name] = str(error)
@@ -315,8 +310,13 @@ def _place(name: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups() if match else re.findall(r"\d+", name)))
 
 
-def _look(folder: RunFolder) -> Checkpoint:
-    """A checkpoint, without its address: manifest and cursor are as they were written, and state.pt as long."""
+def _look(
+    folder: RunFolder,
+    address: str,
+    with_state: bool,
+    check: Callable[[Cursor], None] = lambda cursor: None,
+) -> Checkpoint:
+    """A checkpoint: manifest and cursor are as they were written, and state.pt as long, or as it was, too."""
     try:
         content = _read(folder, _MANIFEST)
     except _DamageError:
@@ -326,26 +326,21 @@ def _look(folder: RunFolder) -> Checkpoint:
         files = manifest["files"]
         metrics = dict(manifest["metrics"])
         described = dict(manifest.get("input", {}))
-        expected = {
-            file: (files[file]["bytes"], files[file]["blake2b"])
-            for file in (STATE_FILE, CURSOR_FILE)
-        }
+        sizes = {file: files[file]["bytes"] for file in (STATE_FILE, CURSOR_FILE)}
+        digests = {file: files[file]["blake2b"] for file in sizes}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(
             f"its {_MANIFEST} is {'damaged' if content else 'empty'}"
         ) from None
-    for file, (num_bytes, _) in expected.items():
+    for file, num_bytes in sizes.items():
         if (size := _read(folder, file, pa.NativeFile.size)) != num_bytes:
             raise _DamageError(f"its {file} has {size} bytes instead of {num_bytes}")
-    try:
-        cursor = Cursor.from_json(
-            _content(folder, CURSOR_FILE, expected[CURSOR_FILE][1]).decode(
-                errors="replace"
-            )
-        )
-    except CursorError as error:
-        raise _DamageError(str(error)) from error
-    return Checkpoint("", cursor, metrics, expected[STATE_FILE][1], described)
+    place = _content(folder, CURSOR_FILE, digests[CURSOR_FILE])
+    cursor = Cursor.from_json(place.decode(errors="replace"))
+    check(cursor)
+    digest = digests[STATE_FILE]
+    state = _content(folder, STATE_FILE, digest) if with_state else b""
+    return Checkpoint(address, cursor, metrics, digest, described, state)
 
 
 def _content(folder: RunFolder, name: str, digest: str) -> bytes:

@@ -180,24 +180,16 @@ def saved_model(checkpoint: Checkpoint, trusts: bool) -> SavedModel:
     Args:
         trusts: whether `SavedModel.prepare` may run the code that it names.
     """
-    described = {
-        "classes": None,
-        "transform": {},
-        "val": None,
-        "mean": None,
-        "dtype": "float32",
-        "model": "",
-        **checkpoint.input,
-    }
+    described = checkpoint.input
     return SavedModel(
         address=checkpoint.address.removeprefix("file://"),
         epoch=checkpoint.cursor.epoch,
         step=checkpoint.cursor.step,
         metrics=checkpoint.metrics,
         state=loaded(checkpoint.state),
-        classes=described["classes"],
-        model=described["model"],
-        settings=described["transform"],
+        classes=described.get("classes"),
+        model=described.get("model", ""),
+        settings=described.get("transform", {}),
         _input=described,
         _trusts=trusts,
     )

@@ -106,7 +106,7 @@ def report(
                 open_filesystem(as_uri(folder)),
                 cursor,
                 saved(state),
-                numbers_in(metrics),
+                of_kind(metrics, NUMBERS),
                 described,
             )
             ray.train.report(
@@ -130,20 +130,14 @@ def as_plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that are numbers."""
-    return {
-        name: value for name, value in metrics.items() if isinstance(value, int | float)
-    }
+NUMBERS = int | float
+KEPT = int | float | str | None
+"""Kinds of metrics that a checkpoint in a run's folder keeps."""
 
 
-def kept_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that a checkpoint in a run's folder keeps: numbers, text, and None."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if value is None or isinstance(value, int | float | str)
-    }
+def of_kind(metrics: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the metrics of a kind."""
+    return {name: value for name, value in metrics.items() if isinstance(value, kind)}
 
 
 def latest_of_train() -> RunFolder | None:

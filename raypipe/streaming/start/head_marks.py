@@ -35,16 +35,13 @@ class Marks:
 
     def __init__(self, fingerprint: str, rank: int, run: str | None) -> None:
         self._fingerprint = fingerprint
-        # the mark of a process that has ended stays
-        self._name = f"{rank} {uuid.uuid4().hex}"
         self._run = run
+        self._prefix = f"head start {run} {fingerprint} "
+        # the mark of a process that has ended stays
+        self._key = f"{self._prefix}{rank} {uuid.uuid4().hex}"
         self._path: Path | None = None
         self._file = -1
         self._using = threading.Lock()
-
-    @property
-    def _prefix(self) -> str:
-        return f"head start {self._run} {self._fingerprint} "
 
     def found(self) -> set[str]:
         """Return the places at which processes of this plan have ended in a head start; remove their files."""
@@ -59,7 +56,7 @@ class Marks:
     def set(self, place: MicroBatchId) -> bool:
         """Let this process's mark name a place; returns whether it could."""
         if self._run is not None:
-            return publish(f"{self._prefix}{self._name}", str(place))
+            return publish(self._key, str(place))
         with self._using:
             try:
                 if self._path is None:
@@ -76,7 +73,7 @@ class Marks:
     def remove(self) -> None:
         """Remove this process's mark."""
         if self._run is not None:
-            withdraw(f"{self._prefix}{self._name}")
+            withdraw(self._key)
         with self._using:
             if self._path:
                 with contextlib.suppress(OSError):

@@ -39,8 +39,8 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
 from raypipe.streaming.bad_samples import counts_of
 from raypipe.streaming.items import DatasetItems
+from raypipe.streaming.lifetime import HeadStartLostError
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_marks import Marks
 from raypipe.transform.fields import MicroBatch
@@ -78,7 +78,7 @@ class HeadStart:
         start: its first place.
         rank, world_size: number of this rank, and W, of those that share an execution.
         num_threads: threads with which it makes one.
-        marks: those of the process.
+        marks: those of the process; None = it leaves none.
         is_apart: whether another thread than the loop's takes the micro-batches.
         most: how many it may make at all.
         instead: the error that ended the pool before this one, which comes again if this rank cannot go on by
@@ -105,7 +105,8 @@ class HeadStart:
         most: int = MAX_INT,
         instead: BaseException | None = None,
     ) -> None:
-        if world_size == 1:
+        self._is_shared = world_size > 1
+        if not self._is_shared:
             rank, world_size = spec.share
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
@@ -128,7 +129,8 @@ class HeadStart:
         self._num_of_step = spec.plan.config.per_step // world_size
         self._instead = instead
         self._num: int | None = None  # n, once it is known
-        self._until: int | None = None  # where the rank ends, once the pool is there
+        # after so many the rank takes the pool's, as far as it is known
+        self._end: int | None = None
         self.num_behind = 0
         self._num_begun = 0
         self._num_made = 0
@@ -175,13 +177,6 @@ class HeadStart:
         """True if the rank has made all that was left of its share."""
         return max(self._num or 0, self._num_taken) == self._total
 
-    @property
-    def _end(self) -> int | None:
-        """The number of micro-batches after which the rank takes the pool's, as far as it is known."""
-        if self._until is not None or self._num is None:
-            return self._until
-        return max(self._num, min(_MOST_TIMES * self._num, self._most))
-
     def await_first(self) -> None:
         """Wait for the first micro-batch, not long: Ray's start would have the CPUs that it takes."""
         with self._changed:
@@ -220,13 +215,14 @@ class HeadStart:
                 num = min(num, self._num_made)
             self.let(num)
             if are_others:
-                self._until = self._num
+                self._end = self._num
         return num
 
     def let(self, num: float) -> None:
         """Set n, as rank 0 counts it, at most all that is left of the rank's share."""
         with self._changed:
             self._num = int(min(num + self.num_behind, self._total))
+            self._end = max(self._num, min(_MOST_TIMES * self._num, self._most))
             self._changed.notify_all()
 
     def give_up(self) -> None:
@@ -239,11 +235,15 @@ class HeadStart:
     def pool_is_there(self) -> None:
         """Make no more than n; what was begun beyond is handed out."""
         with self._changed:
-            self._until = max(self._num or 0, self._num_begun)
+            self._end = max(self._num or 0, self._num_begun)
             self._changed.notify_all()
 
     def batches(self) -> Iterator[MicroBatch]:
-        """Yield the first ones, until the pool is there; raise HeadStartLostError if one cannot be made here."""
+        """Yield the first ones, until the pool is there.
+
+        Raises:
+            HeadStartLostError: one cannot be made here; with other ranks it is the error itself.
+        """
         with self._changed:
             self._is_asked = True
             self._changed.notify_all()
@@ -260,7 +260,9 @@ class HeadStart:
                 if not self._made:
                     if self._error and (self._instead or self.is_lost):
                         error = self._instead or self._error
-                        raise HeadStartLostError(error) from self._error
+                        if self._is_shared:  # the other ranks go on
+                            raise error
+                        raise HeadStartLostError(str(error)) from self._error
                     return
                 batch = self._made.popleft()
                 self._num_taken += 1
@@ -315,7 +317,13 @@ class HeadStart:
         maker = MicroBatchMaker(spec)
         with self._changed:
             self._draws_globally = maker.draws_globally
-            if self._draws_globally and not self._may_draw(maker):
+            is_known = (
+                self._instead is not None
+                or isinstance(self._spec.transforms["train"], DatasetItems)
+                or not maker.sample_makers.has_user_code
+            )
+            if self._draws_globally and (self._is_apart or not is_known):
+                # draws must not mix with the loop's, which waits meanwhile
                 self._most = 0
                 if self._instead:
                     raise self._instead
@@ -348,18 +356,15 @@ class HeadStart:
             if self._num_begun == 1:
                 _make_way()
 
-    def _may_draw(self, maker: MicroBatchMaker) -> bool:
-        """Return whether it makes micro-batches, while the loop waits: its draws must not mix with the loop's."""
-        is_dataset = isinstance(self._spec.transforms["train"], DatasetItems)
-        is_known = is_dataset or not maker.sample_makers.has_user_code
-        return (is_known or self._instead is not None) and not self._is_apart
-
     def _may_begin(self, place: MicroBatchId) -> bool:
         """Wait until the rank may make the next micro-batch; return whether it is to make it."""
         with self._changed:
             while not self._is_stopped:
                 num = self._most if self._end is None else self._end
-                if self._num_begun >= num or self._is_left_to_pool(place):
+                if self._num_begun >= num:
+                    return False
+                is_of_pool = self._num is not None and self._num_begun >= self._num
+                if is_of_pool and not self._is_at_hand(place):
                     return False
                 if not self._is_far_ahead(place):
                     self._num_begun += 1
@@ -367,11 +372,6 @@ class HeadStart:
                     return True
                 self._changed.wait()
             return False
-
-    def _is_left_to_pool(self, place: MicroBatchId) -> bool:
-        """Return whether a micro-batch is the pool's, and this rank cannot read it at once."""
-        is_of_pool = self._num is not None and self._num_begun >= self._num
-        return is_of_pool and not self._is_at_hand(place)
 
     def _is_far_ahead(self, place: MicroBatchId) -> bool:
         """Return whether enough waits for the loop, or for n."""

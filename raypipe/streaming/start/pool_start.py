@@ -24,13 +24,11 @@ from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.items import DatasetItems
-from raypipe.streaming.lifetime import close_from_any_thread
-from raypipe.streaming.memory.rank_memory import RankMemory
-from raypipe.streaming.rank_stream import PoolLostError
+from raypipe.streaming.lifetime import PoolLostError, close_from_any_thread
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
-from raypipe.streaming.supervisor import end_actors, stream_name
+from raypipe.streaming.supervisor import end_actors
 from raypipe.transform.block_memory import free_spare, free_unused
 from raypipe.transform.fields import MicroBatch
 
@@ -61,7 +59,6 @@ class PooledStream(Iterator[MicroBatch]):
 
     Attributes:
         supervisor: see above.
-        meet: called by the thread of the start, before the pool may start.
         on_end: functions to call at the end of the stream.
         on_lack: called each second while the pool finds no CPU for an actor.
         has_begun: whether the pool has an actor, or nothing to make; always, without a head start.
@@ -85,7 +82,6 @@ class PooledStream(Iterator[MicroBatch]):
         self._world_size = world_size
         self.supervisor = supervisor
         self.head = head
-        self.meet: Callable[[PooledStream], None] = lambda stream: None
         self.on_end: list[Callable[[], None]] = []
         self.on_lack: Callable[[], None] = lambda: None
         self.has_begun = head is None
@@ -100,7 +96,6 @@ class PooledStream(Iterator[MicroBatch]):
         self._is_cleaned = False
         self._cleaning = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._memory: RankMemory | None = None
         self._watchdog: SupervisorWatchdog | None = None
         self._batches = self._each()
         self._reader = 0  # thread that asked for the last one
@@ -121,13 +116,6 @@ class PooledStream(Iterator[MicroBatch]):
         else:
             connect(wait=wait, has_siblings=has_siblings)
         self.check()
-
-    def hold_memory(self) -> RankMemory:
-        """Hold this node's folder of finished micro-batches until the stream ends; the last rank removes it."""
-        if self._memory is None:
-            self._memory = RankMemory(self._spec, stream_name(self.supervisor))
-            self.on_end.append(self._memory.close)
-        return self._memory
 
     def watch_supervisor(self, waited_s: Callable[[], float]) -> None:
         """Watch the Supervisor, and so show it that this rank lives, until the stream ends.
@@ -171,8 +159,19 @@ class PooledStream(Iterator[MicroBatch]):
             raise self._error
         if self._is_left.is_set():
             return
+        num_beyond = self.head.num_beyond if self.head else 0
+        from_pool = chain(self._first, self._from_pool)
+        self._first = []
+        is_first = True
         try:
-            yield from self._behind_head()
+            for batch in islice(from_pool, num_beyond, None):
+                self.has_brought = True
+                yield batch
+                # its block's memory is to be free before the next one arrives
+                del batch
+                if is_first:
+                    free_unused()  # a loop holds a batch until it has the next one
+                    is_first = False
         except Exception as error:
             coordinator = coordinator_of(self._iterators[self._rank])
             if coordinator is None or not is_lost_process(error):
@@ -185,20 +184,6 @@ class PooledStream(Iterator[MicroBatch]):
 
     def _accept_loss(self) -> None:
         self.lost = None
-
-    def _behind_head(self) -> Iterator[MicroBatch]:
-        num_beyond = self.head.num_beyond if self.head else 0
-        from_pool = chain(self._first, self._from_pool)
-        self._first = []
-        is_first = True
-        for batch in islice(from_pool, num_beyond, None):
-            self.has_brought = True
-            yield batch
-            # its block's memory is to be free before the next one arrives
-            del batch
-            if is_first:
-                free_unused()  # a loop holds a batch until it has the next one
-                is_first = False
 
     def awaited(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""
@@ -236,7 +221,6 @@ class PooledStream(Iterator[MicroBatch]):
         # an execution is to be collected once it has ended, like the objects that have opened it
         self.on_end = []
         self._start_pool = lambda stream: []
-        self.meet = lambda stream: None
         self._iterators = []
         self._from_pool = iter(())
         self._batches = iter(())
@@ -250,7 +234,6 @@ class PooledStream(Iterator[MicroBatch]):
 
     def _run(self) -> None:
         try:
-            self.meet(self)
             while not _starting.acquire(timeout=_LOOK_S):
                 self.check()
             try:
@@ -290,6 +273,5 @@ class PooledStream(Iterator[MicroBatch]):
     def _start(self) -> None:
         self._iterators = self._start_pool(self)
         self.check()
-        self.hold_memory()
         iterator = begun(self._iterators[self._rank])
         self._from_pool = host_batches(iterator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,23 +27,21 @@ _LATE_S = 2.0  # Ray tells late which CPUs have been taken
 _ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
 
-def make_room(cpus: float) -> None:
+def make_room(cpus: float, spared: Any = None, most: float = math.inf) -> None:
     """End streams that this process has left open, the oldest first, until so many CPUs are free.
 
     Nobody else may be able to end them: a notebook's names and errors hold them.
+
+    Args:
+        spared: handle of the Supervisor of one that goes on.
+        most: how many may be ended.
     """
-    while not _settles(cpus) and _end_oldest():
-        pass
-
-
-def _end_oldest(spared: Any = None) -> bool:
-    if not end_oldest(spared):
-        return False
-    _logger.warning(
-        "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the new "
-        "one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
-    )
-    return True
+    while most > 0 and not _settles(cpus) and end_oldest(spared):
+        most -= 1
+        _logger.warning(
+            "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the new "
+            "one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
+        )
 
 
 def _settles(cpus: float) -> bool:
@@ -60,16 +59,19 @@ class ActorRoom:
 
     Pools give what they have beyond their smallest number of actors. CPUs that are free, but that actors of these
     pools will take, do not count.
+
+    Attributes:
+        cpus: those that the new stream needs.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
-        self._cpus = pool.least_actors * pool.cpus_per_actor
+        self.cpus = pool.least_actors * pool.cpus_per_actor
         self._others = supervisors()
         self._is_asked = False
         self._asked_at = 0.0
 
     def ask_for(self, check: Callable[[], None] = lambda: None) -> None:
-        """Let the others shrink if the new stream needs it, and wait until they have.
+        """Let the others shrink if the new stream needs it, and wait until they have; see `give_back`.
 
         Args:
             check: raises an error if the new stream is not wanted any more.
@@ -78,22 +80,13 @@ class ActorRoom:
             return
         deadline = time.monotonic() + _GIVE_WAY_S
         self.ask()
-        with contextlib.ExitStack() as left:
-            left.callback(self.give_back)
-            while (
-                not self._keeps_room(check)
-                and self._may_give()
-                and time.monotonic() < deadline
-            ):
-                check()
-                time.sleep(0.1)
-            left.pop_all()
-
-    def make(self, check: Callable[[], None]) -> None:
-        """Let the others shrink if their pools have grown since there was room; see `make_room`."""
-        if self._others and not self._is_asked and not _settles(self._cpus):
-            self.ask_for(check)
-        make_room(self._cpus)
+        while (
+            not self._keeps_room(check)
+            and self._may_give()
+            and time.monotonic() < deadline
+        ):
+            check()
+            time.sleep(0.1)
 
     def wait(self, check: Callable[[], None]) -> Wait:
         """Return a wait for CPUs that are held, also by pools of the others which have grown in the meantime."""
@@ -118,24 +111,21 @@ class ActorRoom:
         ):
             self._asked_at = time.monotonic()
             # the end of a stream waits for its threads, of which one may call this
-            in_background("raypipe-end", functools.partial(self._end_other, own))
-
-    def _end_other(self, own: Any) -> None:
-        if not _settles(self._cpus):
-            _end_oldest(own)
+            end = functools.partial(make_room, self.cpus, own, most=1)
+            in_background("raypipe-end", end)
 
     def ask(self) -> None:
         """Let the others shrink, if they were not asked."""
         if not self._is_asked:
             self._is_asked = True
             self._asked_at = time.monotonic()
-            self._tell(self._cpus)
+            self._tell(self.cpus)
 
     def give_back(self) -> None:
         """Let the others grow again."""
         if self._is_asked:
             self._is_asked = False
-            self._tell(-self._cpus)
+            self._tell(-self.cpus)
 
     def _tell(self, more: float) -> None:
         for supervisor in self._others:
@@ -146,7 +136,7 @@ class ActorRoom:
     def _has_room(self) -> bool:
         # asked first: an actor that starts in between counts twice, and not never
         awaited_cpus = sum(_answers("awaited_cpus", self._others).values())
-        return cluster_resources().free_cpus - awaited_cpus >= self._cpus
+        return cluster_resources().free_cpus - awaited_cpus >= self.cpus
 
     def _keeps_room(self, check: Callable[[], None]) -> bool:
         if not self._has_room():

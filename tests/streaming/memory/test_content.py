@@ -45,7 +45,7 @@ def contents(
 
 
 def contents_of(spec: StreamSpec, stream: str = "s") -> Contents:
-    return Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, stream)
+    return Contents(MicroBatchMaker(spec).sample_makers, stream)
 
 
 def keys(contents: Contents) -> list[bytes]:
@@ -109,7 +109,7 @@ def test_a_store_that_was_written_in_place_has_other_keys(tmp_path: Path) -> Non
         store = open_store(tmp_path)
         plan = PlanConfig(micro_batch_size=2)
         made = contents_of(open_stream(store, store, plan=plan))
-        assert made.is_public("val")
+        assert made.first("val").is_public
         return made.keys([MicroBatchId("val", 0, 0, 0)])
 
     before = of_folder()
@@ -145,7 +145,7 @@ def test_a_users_code_belongs_only_to_its_stream() -> None:
     ]
     first, again, other = map(keys, streams)
     assert first == again and not set(first) & set(other)
-    assert not streams[0].is_public("train")
+    assert not streams[0].first("train").is_public
 
 
 class Own(MemoryStore):
@@ -155,7 +155,7 @@ class Own(MemoryStore):
 def test_a_store_of_the_users_class_belongs_only_to_its_stream() -> None:
     store = Own(IMAGES, LABELS, CLASSES)
     spec = open_stream(store, plan=PlanConfig(micro_batch_size=4))
-    assert not contents_of(spec).is_public("train")
+    assert not contents_of(spec).first("train").is_public
 
 
 def test_keys_of_samples_count_only_where_a_step_is_random() -> None:

@@ -72,8 +72,7 @@ class Stream:
         self.made = Counter[MicroBatchId]() if made is None else made
         self.maker = MicroBatchMaker(spec)
         self.rank = RankMemory(spec, name)
-        recipes = self.maker.sample_makers.recipes
-        recall = recall_of(spec, self.make, recipes, name)
+        recall = recall_of(self.make, self.maker.sample_makers, name)
         assert recall is not None
         self.recall = recall
 
@@ -162,7 +161,7 @@ def test_training_is_looked_for_only_while_others_make_the_same(tmp_path: Path) 
     second = Stream(spec_of(tmp_path, plan={"global_batch_size": 8}), "second")
     assert second.recall.wants("train") and second.rank.are_others()
     assert not other.recall.wants("train") and not other.rank.are_others()
-    first.recall._streams._look_at = 0.0  # type: ignore[union-attr]
+    first.recall.streams._look_at = 0.0  # type: ignore[union-attr]
     assert first.recall.wants("train")
 
 

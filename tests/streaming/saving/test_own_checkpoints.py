@@ -115,7 +115,7 @@ def test_no_checkpoint_is_written_once_another_process_has_the_folder(
         with pytest.raises(ConfigError, match="is in use by process"):
             raypipe.lease(tmp_path).__enter__()
         loop.train(until=5)
-        loop.loader._wait_for_checkpoint()
+        loop.loader._checkpoints.wait()  # type: ignore[union-attr]
     assert raypipe.read_checkpoint(tmp_path).step == 4
     loop.save()
     with pytest.raises(RaypipeError, match="no longer belongs to this run"):

@@ -23,11 +23,12 @@ from torchvision.transforms import v2
 
 import raypipe
 from raypipe.config import MAX_INT, PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HeadStartLostError
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HeadStartLostError
 from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start import head_start
@@ -230,7 +231,7 @@ def test_an_error_is_raised_at_its_micro_batch_if_no_pool_makes_it(
     assert_leaves_all_to_actors(head)
     head = begun(spec, 1, 2)
     head.let(3)
-    with pytest.raises(HeadStartLostError, match="no more"):
+    with pytest.raises(TransformError, match="no more"):
         next(head.batches())
     assert head.is_lost
 

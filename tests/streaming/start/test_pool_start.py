@@ -21,10 +21,10 @@ from raypipe.streaming import pipeline, ray_stream
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HeadStartLostError, PoolLostError
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HeadStartLostError, PoolLostError
 from raypipe.streaming.ray_stream import RayStreams
 from raypipe.streaming.row import block_row
 from raypipe.streaming.spec import StreamSpec
@@ -116,9 +116,9 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(PooledStream, "connect", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(pipeline, "splits", splits)
-    monkeypatch.setattr(ray_stream.ActorRoom, "make", lambda *_: None)
     for name, value in {
         "from_rank_zero": broadcast,
+        "make_room": lambda cpus: None,
         "remember_group": lambda: None,
         "is_local": lambda: False,
         "start_supervisor": lambda *_, **__: Handle(),
@@ -198,7 +198,7 @@ def test_each_rank_holds_its_nodes_folder_of_finished_micro_batches(
             super().__init__(*args)
             held.append(self)
 
-    monkeypatch.setattr(pool_start, "RankMemory", Held)
+    monkeypatch.setattr(ray_stream, "RankMemory", Held)
     spec = stream(stores, head_start)
     place = first_place(spec)
     opened = [one.open(place) for one in streams_of(spec, 2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from raypipe.device.prefetcher import Batch
 from raypipe.integrations.lightning import StreamDataModule
 from raypipe.integrations.transformers import StreamTrainer
-from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.plain import counted_target
 from raypipe.streaming.rank_stream import Source
 from raypipe.streaming.shares import Share
-from raypipe.transform.fields import MicroBatch
 
 EPOCHS = 2
 STEPS = 6  # of 8 samples, in an epoch
@@ -72,11 +69,9 @@ def spec_of(
 def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
     """A rank's loader, in this process."""
 
-    def opened(place: MicroBatchId) -> Iterator[MicroBatch]:
-        return inline_batches(spec, place, rank, world_size)
-
     share = Share(rank, world_size, rank, world_size)
-    return Loader(spec, Source(opened), share, cursor=spec.plan.start())
+    source = Source(lambda place: inline_batches(spec, place, rank, world_size))
+    return Loader(spec, source, share, cursor=spec.plan.start())
 
 
 def forget_accelerate() -> None:

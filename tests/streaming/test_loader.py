@@ -279,8 +279,6 @@ class OwnPool:
 
     supervisor: Any = object()
     actors, num_readers, has_begun, is_shared = 1, 0, True, False
-    on_start: Callable[[], None]
-    waited_s: Callable[[], float]
 
     def __init__(self, spec: StreamSpec) -> None:
         self.spec = spec

@@ -127,8 +127,9 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         yield from batches
 
     folder = open_filesystem(tmp_path.as_uri())
-    source = Source(lambda _: stalled())
-    loader = Loader(spec, source, cursor=spec.plan.start(), folder=folder)
+    loader = Loader(
+        spec, Source(lambda _: stalled()), cursor=spec.plan.start(), folder=folder
+    )
     batches = next(loader.epochs()).train
     for _ in range(8):
         asked, before = time.perf_counter(), loader.times()

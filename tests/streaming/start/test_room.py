@@ -68,7 +68,6 @@ def test_a_stream_that_is_left_while_it_waits_asks_no_more(
     with pytest.raises(RaypipeError, match="left"):
         new.ask_for(check)
     new.give_back()  # which a stream that ends calls
-    new.give_back()
     assert cluster.asked == [1.0, -1.0]
 
 
@@ -78,8 +77,7 @@ def test_a_stream_that_has_nothing_to_give_ends_for_one_that_finds_no_cpu(
     Cluster(monkeypatch, gives_after=1000)
     monkeypatch.setattr(room, "_answers", lambda *_: {0: 0.0})
     ended = list[str]()
-    monkeypatch.setattr(room, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(room, "end_oldest", lambda own: not ended.append(own))
+    monkeypatch.setattr(room, "make_room", lambda cpus, own, most: ended.append(own))
     new = room.ActorRoom(PoolConfig())
     new.insist("own")
     new.insist("own")

@@ -102,13 +102,23 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     Raises:
         ConfigError: a setting does not go with the store, or an epoch has less than one step.
     """
-    _check_single_source(config, source)
-    one_pass = _size_of_pass(config, source) * config.aug_repeats
-    if isinstance(config.epoch_samples, int):
-        num_draws = config.epoch_samples
-    else:
-        num_draws = 0
-    steps, per_epoch = _steps(config, num_draws or one_pass, source.address)
+    if config.mixture:
+        names = dict.fromkeys(
+            name for weights in config.mixture_by_epoch.values() for name in weights
+        )
+        raise ConfigError(
+            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
+            "there, as {NAME: ADDRESS, …}"
+        )
+    num_draws = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
+    draws = num_draws or _size_of_pass(config, source) * config.aug_repeats
+    unit = "draws in an epoch"
+    if _is_plain(config):
+        draws = source.selection.size
+        unit = "samples"
+        if num_left_out := source.selection.num_left_out:
+            unit = f"samples beside the {num_left_out} that are left out"
+    steps, per_epoch = _steps(config, draws, source.address, unit)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_pass = 0 if num_draws else per_epoch
     if config.train_buckets:
@@ -128,27 +138,6 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
         content.append(per_epoch if num_draws else 0)
     repeated = _repeated(config, sampler, per_epoch)
     return Training(repeated, steps, (samplers,), content)
-
-
-def _check_single_source(config: PlanConfig, source: StoreArrays) -> None:
-    """Raise ConfigError if a plan mixes sources, or its only one has too few samples."""
-    if config.mixture:
-        names = dict.fromkeys(
-            name for weights in config.mixture_by_epoch.values() for name in weights
-        )
-        raise ConfigError(
-            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
-            "there, as {NAME: ADDRESS, …}"
-        )
-    num_samples = source.selection.size
-    is_whole = _is_plain(config) and config.drop_last
-    if num_samples < (config.samples_per_step if is_whole else 1):
-        num_left_out = source.selection.num_left_out
-        beside = f" beside the {num_left_out} that are left out" if num_left_out else ""
-        raise ConfigError(
-            f"{source.address} has {num_samples} samples{beside}, fewer than a global batch of "
-            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
-        )
 
 
 def _size_of_pass(config: PlanConfig, source: StoreArrays) -> int:
@@ -178,11 +167,7 @@ def compose_mixture(
         )
     samplers = list[tuple[StoreSampler, ...]]()
     content = list[Any]()
-    for number, (name, source) in enumerate(sources.items()):
-        if not source.selection.size:
-            raise ConfigError(
-                f"{source.address} has no samples: leave {name!r} out of store.train"
-            )
+    for number, source in enumerate(sources.values()):
         seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
         samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
         content.append(_content(config, source, samplers[-1]))
@@ -242,12 +227,7 @@ def compose_custom(
     """
     sampler.check(config.epochs)
     draws = sampler.size * config.aug_repeats
-    if config.drop_last and draws < config.samples_per_step:
-        raise ConfigError(
-            f"plan.sampler {sampler.name!r} has {sampler.size} draws in an epoch, and a global batch has "
-            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
-        )
-    steps, per_epoch = _steps(config, draws, sampler.name)
+    steps, per_epoch = _steps(config, draws, f"plan.sampler {sampler.name!r}")
     of_epochs = sampler.of_epochs(per_epoch)
     stores = [
         [source.selection.size, source.fingerprint, source.selection.signature()]
@@ -373,25 +353,30 @@ def _draws_per_step(config: PlanConfig) -> int:
     return config.samples_per_step // config.aug_repeats
 
 
-def _steps(config: PlanConfig, draws: int, address: str) -> tuple[int, int]:
+def _steps(
+    config: PlanConfig, draws: int, drawn: str, unit: str = "draws in an epoch"
+) -> tuple[int, int]:
     """Return the number of steps in an epoch, and of the samples that they draw, before these are repeated.
+
+    Args:
+        drawn, unit: the store or sampler, and the word for its draws, for errors.
 
     Raises:
         ConfigError: it has none, or the run has more draws than 64 bits count.
     """
     if draws * config.epochs >= 1 << 62:
         raise ConfigError(
-            f"an epoch of {shown(draws)} draws from {address}, {config.epochs} times, has more than 2^62: lower "
+            f"an epoch of {shown(draws)} draws from {drawn}, {config.epochs} times, has more than 2^62: lower "
             "plan.epoch_samples or plan.epochs, or set plan.epoch_samples=shortest"
+        )
+    if draws < (config.samples_per_step if config.drop_last else 1):
+        raise ConfigError(
+            f"{drawn} has {draws} {unit}, fewer than a global batch of {config.samples_per_step}: lower "
+            "plan.global_batch_size and plan.micro_batch_size"
+            + (", or raise plan.epoch_samples" if config.epoch_samples else "")
         )
     if not config.drop_last:
         return -(-draws // config.samples_per_step), draws
-    if draws < config.samples_per_step:
-        raise ConfigError(
-            f"an epoch of {draws} draws from {address} is smaller than a global batch of "
-            f"{config.samples_per_step}: raise plan.epoch_samples, or lower plan.global_batch_size and "
-            "plan.micro_batch_size"
-        )
     steps = draws // config.samples_per_step
     return steps, steps * _draws_per_step(config)
 

@@ -146,8 +146,11 @@ class CustomSampler(PassSampler):
         self._selection = population.selection
         self._content = sampler_content(setting)
         self.name = self._content[0]
+        named, arguments = _named(setting)
+        if isinstance(named, str):
+            named = import_name(named, "plan.sampler", trusted=True)
         self._sampler: Sampler = self._called(
-            "cannot be made", _maker_of(setting), population
+            "cannot be made", partial(named, **arguments), population
         )
         for method in ("__len__", "draw"):
             if not callable(getattr(self._sampler, method, None)):
@@ -277,18 +280,14 @@ class CustomSampler(PassSampler):
             ) from error
 
 
-def _maker_of(
+def _named(
     setting: str | Mapping[str, Any] | type,
-) -> Callable[..., Any]:
-    """Return what makes the sampler of a population."""
-    arguments: dict[str, Any] = {}
-    named: Any = setting
-    if isinstance(setting, Mapping):
-        arguments = dict(setting)
-        named = arguments.pop("name")
-    if isinstance(named, str):
-        named = import_name(named, "plan.sampler", trusted=True)
-    return partial(named, **arguments)
+) -> tuple[str | type, dict[str, Any]]:
+    """Return what names the sampler, and its arguments."""
+    if not isinstance(setting, Mapping):
+        return setting, {}
+    arguments = dict(setting)
+    return arguments.pop("name"), arguments
 
 
 def sampler_content(
@@ -301,13 +300,9 @@ def sampler_content(
     Raises:
         ConfigError: an argument is neither a plain value nor an array.
     """
-    if isinstance(setting, str):
-        return [setting, {}]
-    if isinstance(setting, Mapping):
-        arguments = {name: value for name, value in setting.items() if name != "name"}
-        named = sampler_content(setting["name"])
-        return [named[0], _as_json({**named[1], **arguments})]
-    return [setting.__qualname__, {}]
+    named, arguments = _named(setting)
+    name = named if isinstance(named, str) else named.__qualname__
+    return [name, _as_json(arguments)]
 
 
 def _as_json(value: Any) -> Any:

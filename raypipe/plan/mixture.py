@@ -189,38 +189,29 @@ class Bucketed(PassSampler):
         """See `PassSampler.draw_pass`."""
         places, rows = np.divmod(positions, self.unit)
         if self._shuffles:
-            places = permute(places, self.num_places, self._keys(pass_number))
-        counts = self._counts_in(pass_number)
+            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, pass_number)
+            places = permute(places, self.num_places, keys)
+        counts = self._counts
+        if self._quotas:
+            counts = self._quotas.counts(pass_number)
         ends = np.cumsum(counts)
         numbers = np.searchsorted(ends, places, side="right")
         inside = (places - (ends - counts)[numbers]) * self.unit + rows
 
         def draw(number: int, where: np.ndarray) -> Draws:
-            bucket = self._bucket(number, counts[number])
+            bucket = self._buckets[number]
+            if isinstance(bucket, Weighted):
+                bucket = bucket.resized(counts[number] * self.unit)
             return bucket.draw_pass(pass_number, inside[where])
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)
 
-    def _counts_in(self, pass_number: int) -> list[int]:
-        """Places of each bucket in a pass."""
-        return self._quotas.counts(pass_number) if self._quotas else self._counts
 
-    def _bucket(self, number: int, count: int) -> Permuted | Weighted:
-        """The sampler of a bucket for so many places in a pass."""
-        bucket = self._buckets[number]
-        if isinstance(bucket, Weighted):
-            return bucket.resized(count * self.unit)
-        return bucket
-
-    def _keys(self, pass_number: int) -> np.ndarray:
-        """The keys of the order of places in a pass."""
-        return derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, pass_number)
-
-
+@dataclass
 class Mixture(RunSampler):
     """Several samplers, each of which is walked through the run; their places are shuffled within each batch.
 
-    Args:
+    Attributes:
         parts: samplers that places draw from.
         quotas: how many places of a batch each of them has.
         seed: the keys' seed.
@@ -228,52 +219,43 @@ class Mixture(RunSampler):
         are_buckets: whether the parts are buckets.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[RunSampler],
-        quotas: Quotas,
-        seed: int,
-        unit: int = 1,
-        are_buckets: bool = False,
-    ) -> None:
-        self._parts = list(parts)
-        self._quotas = quotas
-        self._seed = seed
-        self._unit = unit
-        self._are_buckets = are_buckets
+    parts: Sequence[RunSampler]
+    quotas: Quotas
+    seed: int
+    unit: int = 1
+    are_buckets: bool = False
 
     def draw(self, positions: np.ndarray) -> Draws:
         """See `RunSampler.draw`."""
-        places, rows = np.divmod(positions, self._unit)
+        places, rows = np.divmod(positions, self.unit)
         parts, numbers = self._parts_at(places)
-        inside = numbers * self._unit + rows
+        inside = numbers * self.unit + rows
         draws = draw_parts(
-            parts, lambda number, where: self._parts[number].draw(inside[where])
+            parts, lambda number, where: self.parts[number].draw(inside[where])
         )
-        if self._are_buckets:
+        if self.are_buckets:
             return draws._replace(buckets=parts)
         return draws
 
     def _parts_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The parts of int64 places (n,), counted through the run, and their numbers among the part's places."""
-        size = self._quotas.batch_size
+        size = self.quotas.batch_size
         batches, inside_batch = np.divmod(places, size)
         parts = np.empty(len(places), np.int64)
         numbers = np.empty(len(places), np.int64)
         for batch in np.unique(batches).tolist():
             inside = batches == batch
-            keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, batch)
+            keys = derive_keys(NUM_ROUNDS, self.seed, Domain.MIXTURE, batch)
             if size <= _MAX_SHUFFLED:
                 seats = shuffled(size, keys[0])[inside_batch[inside]]
             else:
                 seats = permute(inside_batch[inside], size, keys)
-            ends = np.cumsum(self._quotas.counts(batch))
+            counts = self.quotas.counts(batch)
+            ends = np.cumsum(counts)
             of_place = np.searchsorted(ends, seats, side="right")
-            begins = np.append(0, ends[:-1])
             parts[inside] = of_place
-            numbers[inside] = (np.array(self._quotas.before(batch)) - begins)[
-                of_place
-            ] + seats
+            before = self.quotas.before(batch) - (ends - counts)
+            numbers[inside] = before[of_place] + seats
         return parts, numbers
 
 
@@ -301,14 +283,10 @@ def mix_buckets(
     # From batch → of each bucket → share of each store in all draws.
     tables: dict[int, list[list[Fraction]]] = {}
     for batch, of_stores in shares.items():
-        per_weight = [
-            Fraction(share, total)
-            for share, total in zip(of_stores, totals, strict=True)
-        ]
         tables[batch] = [
             [
-                weight * store.weight
-                for weight, store in zip(per_weight, stores, strict=True)
+                Fraction(share * store.weight, total)
+                for share, store, total in zip(of_stores, stores, totals, strict=True)
             ]
             for stores in by_bucket
         ]

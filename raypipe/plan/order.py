@@ -7,9 +7,10 @@ whole, is an array.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -141,6 +142,7 @@ def shuffled(size: int, key: np.uint64) -> np.ndarray:
     return np.argsort(mix64(np.arange(size, dtype=np.uint64) ^ key), kind="stable")
 
 
+@dataclass(eq=False)
 class Shuffle:
     """The order of [0, N) in each pass.
 
@@ -153,7 +155,7 @@ class Shuffle:
         permuted           | 4 | 0 | 3 | 5 | 2 | 1 |
         windows of k = 3   |  4 0 3    |  5 2 1    |     numbers permuted within each
 
-    Args:
+    Attributes:
         kind: "off", "global" or "window".
         size: N.
         seed: the seed of the keys.
@@ -161,27 +163,12 @@ class Shuffle:
         window_groups: k; 0 = as many as `default_window_groups` says.
     """
 
-    def __init__(
-        self,
-        kind: ShuffleKind,
-        size: int,
-        seed: int,
-        groups: np.ndarray | None = None,
-        window_groups: int = 0,
-    ) -> None:
-        self.kind = kind
-        self.size = size
-        self.seed = seed
-        self.groups = groups
-        self.window_groups = window_groups or (
-            0 if groups is None else default_window_groups(groups)
-        )
-        self._given = window_groups
-        self._pass = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
-
-    def of(self, size: int, groups: np.ndarray | None) -> Shuffle:
-        """Return this shuffle with a different size and groups."""
-        return Shuffle(self.kind, size, self.seed, groups, self._given)
+    kind: ShuffleKind
+    size: int
+    seed: int
+    groups: np.ndarray | None = None
+    window_groups: int = 0
+    _pass: tuple[int, Any, Any] = field(default=(-1, None, None), init=False)
 
     def numbers(self, pass_number: int, positions: np.ndarray) -> np.ndarray:
         """The numbers, int64 (n,), at int64 positions (n,) of a pass."""
@@ -197,7 +184,8 @@ class Shuffle:
     def _within_windows(self, pass_number: int, rows: np.ndarray) -> np.ndarray:
         """Rows of the permuted groups, int64 (n,), each permuted within its window."""
         _, _, offsets = self.layout(pass_number)
-        starts = np.append(offsets[: -1 : self.window_groups], self.size)
+        window_groups = self.window_groups or default_window_groups(offsets)
+        starts = np.append(offsets[:-1:window_groups], self.size)
         windows = np.searchsorted(starts, rows, side="right") - 1
         mapped = np.empty(len(rows), np.int64)
         for window in np.unique(windows).tolist():

@@ -77,6 +77,7 @@ class Cursor:
     def from_json(text: str) -> Cursor:
         """Raises CursorError when the text is not a cursor."""
         try:
-            return Cursor.from_dict(json.loads(text))
-        except ValueError as error:
-            raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None
+            fields = json.loads(text)
+        except ValueError:
+            fields = text
+        return Cursor.from_dict(fields)

@@ -16,6 +16,7 @@ import copy
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -193,14 +194,11 @@ class Weighted(PassSampler):
         start = self._start(pass_number)
         zeros = 0 * positions
         # In Python's integers: products of two such numbers have more than 64 bits.
-        points = np.array(
-            [(draw * self.weight + start) // self.size for draw in draws.tolist()],
-            np.int64,
-        )
+        exact = draws.astype(object) * self.weight + start
+        points = (exact // self.size).astype(np.int64)
         rows = np.searchsorted(self.cumulative, points, side="right") - 1
-        if self._arranged is None:
-            numbers = rows
-        else:
+        numbers = rows
+        if self._arranged is not None:
             numbers = self._arranged[rows].astype(np.int64)
         indices = self.selection.indices(numbers) + self._offset
         return Draws(
@@ -230,14 +228,8 @@ class Weighted(PassSampler):
     def _first_draws(self, pass_number: int, rows: np.ndarray) -> np.ndarray:
         """The first draw of a pass, int64 (n,), of the sample in each row of the table, or of a later one."""
         start = self._start(pass_number)
-        before = self.cumulative[rows].tolist()
-        return np.array(
-            [
-                max(0, -(-(weight * self.size - start) // self.weight))
-                for weight in before
-            ],
-            np.int64,
-        )
+        exact = self.cumulative[rows].astype(object) * self.size - start
+        return np.maximum(0, -(-exact // self.weight)).astype(np.int64)
 
     def _start(self, pass_number: int) -> int:
         """Return where the first draw of a pass falls, in [0, Σ)."""
@@ -250,44 +242,41 @@ class Weighted(PassSampler):
     def _shuffle_of(self, pass_number: int) -> Shuffle:
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
         if self.shuffle.groups is None:
-            return self.shuffle.of(self.size, None)
+            return replace(self.shuffle, size=self.size)
         # read once, since threads share a plan, and may be in different passes
         kept = self._pass_shuffle
         if kept is None or kept[0] != pass_number:
-            kept = self._pass_shuffle = (
-                pass_number,
-                self.shuffle.of(
-                    self.size, self._first_draws(pass_number, self.shuffle.groups)
-                ),
-            )
+            groups = self._first_draws(pass_number, self.shuffle.groups)
+            shuffle = replace(self.shuffle, size=self.size, groups=groups)
+            kept = self._pass_shuffle = (pass_number, shuffle)
         return kept[1]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pass_shuffle": None}
 
 
+@dataclass
 class Repeated(RunSampler):
     """Repeats each draw k times, numbered, so that each copy is augmented differently.
 
         stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches of 4
 
-    Args:
+    Attributes:
         inner: sampler to repeat.
         times: k.
         stride: draws between two copies.
     """
 
-    def __init__(self, inner: RunSampler, times: int, stride: int) -> None:
-        self._inner = inner
-        self._times = times
-        self._stride = stride
+    inner: RunSampler
+    times: int
+    stride: int
 
     def draw(self, positions: np.ndarray) -> Draws:
         """See `RunSampler.draw`."""
-        runs, places = np.divmod(positions, self._stride)
-        runs, copies = np.divmod(runs, self._times)
-        draws = self._inner.draw(runs * self._stride + places)
-        return draws._replace(repeats=draws.repeats * self._times + copies)
+        runs, places = np.divmod(positions, self.stride)
+        runs, copies = np.divmod(runs, self.times)
+        draws = self.inner.draw(runs * self.stride + places)
+        return draws._replace(repeats=draws.repeats * self.times + copies)
 
 
 class WithRest(RunSampler):
@@ -365,21 +354,8 @@ class Sequential(RunSampler):
 
 
 def as_integers(weights: np.ndarray) -> np.ndarray:
-    """Weights (n,) as int64 in the same proportions; whole numbers stay as they are, if their sum allows.
-
-    Raises:
-        ValueError: one is negative or not finite, or all are 0.
-    """
+    """Weights (n,) as int64 in the same proportions; whole numbers stay as they are, if their sum allows."""
     exact = np.asarray(weights, np.float64)
-    if (
-        exact.ndim != 1
-        or not np.isfinite(exact).all()
-        or (exact < 0).any()
-        or not exact.any()
-    ):
-        raise ValueError(
-            "weights are finite numbers of at least 0, one for each sample, and not all 0"
-        )
     with np.errstate(over="ignore"):
         total = float(exact.sum())
     if total == np.inf:  # nothing is lost: these become integers of 61 bits

@@ -142,7 +142,7 @@ class Plan:
         else:
             sources = list(train.values())
             names = tuple(train)
-            selection = JoinedSelection.of([source.selection for source in sources])
+            selection = JoinedSelection([source.selection for source in sources])
         if sampler is not None:
             training = compose_custom(config, sources, sampler)
         elif isinstance(train, StoreArrays):
@@ -429,31 +429,26 @@ class Plan:
 
     def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
         """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
-        first = np.array([self._first_position(micro_batch) for micro_batch in block])
-        positions = np.add.outer(first, np.arange(self.config.micro_batch_size))
+        size = self.config.micro_batch_size
+        first = [
+            (self.step_of_split(place) * self.config.per_step + place.micro) * size
+            for place in block
+        ]
+        positions = np.add.outer(np.array(first), np.arange(size))
         draws = self._sampler(block[0].split).draw(positions.ravel())
         return Draws(*(column.reshape(positions.shape) for column in draws))
 
-    def _first_position(self, micro_batch: MicroBatchId) -> int:
-        return (
-            self.step_of_split(micro_batch) * self.config.per_step + micro_batch.micro
-        ) * self.config.micro_batch_size
-
     def _sampler(self, split: Split) -> RunSampler:
-        sampler = (
-            self.validation
-            if split == "val"
-            else self.training and self.training.sampler
-        )
+        sampler: RunSampler | None = self.validation
+        if split == "train":
+            sampler = self.training and self.training.sampler
         assert sampler, "this plan has a schedule alone, or no validation"
         return sampler
 
     def draw_epoch(self, epoch: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,) of a training epoch."""
-        assert self.training, "a plan without draws has a schedule alone"
-        return self.training.sampler.draw(
-            epoch * self.steps_per_epoch * self.global_batch_size + positions
-        )
+        first = epoch * self.steps_per_epoch * self.global_batch_size
+        return self._sampler("train").draw(first + positions)
 
     def places_of(
         self,
@@ -469,51 +464,28 @@ class Plan:
             samples: as in `draw`: in a mixture, counted through its stores, one after the other.
             epochs: those to look in, each of which has the split.
         """
-        of_validation = list[tuple[int, int]]()
-        if split == "val":
-            of_validation += self._drawn(samples, split, 0)
-        for epoch in epochs:
-            found: Iterable[tuple[int, int]] = of_validation
-            if split == "train":
-                found = self._drawn(samples, split, epoch)
-            begin = epoch * self.steps_per_epoch
-            for index, position in found:
-                number, row = divmod(position, self.config.micro_batch_size)
-                step, micro = divmod(number, self.config.per_step)
-                if split == "val" or not self.skipped.has(begin + step):
-                    yield (
-                        index,
-                        SamplePlace(MicroBatchId(split, epoch, step, micro), row),
-                    )
-
-    def _drawn(
-        self, samples: Sequence[int], split: Split, epoch: int
-    ) -> Iterator[tuple[int, int]]:
-        """Yield each draw of some samples in an epoch's training or during its validation: sample, position."""
-        first = 0
         size = self.num_val_rows
         if split == "train":
             size = self.steps_per_epoch * self.global_batch_size
-            first = epoch * size
-        for begin in range(0, size, _NUM_SCANNED):
-            positions = np.arange(begin, min(begin + _NUM_SCANNED, size))
-            indices = self._sampler(split).draw(first + positions).indices
-            for number in np.flatnonzero(np.isin(indices, samples)).tolist():
-                if indices[number] != PADDING:
-                    yield int(indices[number]), begin + number
+        for epoch in epochs:
+            begin = epoch * self.steps_per_epoch
+            first = epoch * size if split == "train" else 0
+            for start in range(0, size, _NUM_SCANNED):
+                positions = np.arange(start, min(start + _NUM_SCANNED, size))
+                indices = self._sampler(split).draw(first + positions).indices
+                found = np.isin(indices, samples) & (indices != PADDING)
+                for position in positions[found].tolist():
+                    number, row = divmod(position, self.config.micro_batch_size)
+                    step, micro = divmod(number, self.config.per_step)
+                    if split == "val" or not self.skipped.has(begin + step):
+                        place = MicroBatchId(split, epoch, step, micro)
+                        yield int(indices[position - start]), SamplePlace(place, row)
 
     def bucket_of(self, micro_batch: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
         sides = self.config.sides_in(micro_batch.split)
-        return sides[self._bucket(micro_batch)] if sides else None
-
-    def _bucket(self, micro_batch: MicroBatchId) -> int:
-        """Return the micro-batch's bucket: that of its first draw, since all of its samples share one."""
-        return int(
-            self._sampler(micro_batch.split)
-            .draw(np.array([self._first_position(micro_batch)]))
-            .buckets[0]
-        )
+        # all of its samples share one
+        return sides[self.draw(micro_batch).buckets[0]] if sides else None
 
     def without_draws(self) -> Plan:
         """Return this plan's schedule without its lists of samples, which can be large."""
@@ -577,11 +549,12 @@ class Plan:
                 attempt,
             )[0]
         )
+        source = 0
         if self.sources:
-            source = int(self.source_of(np.array([index]))[0])
-        else:
-            source = 0
-        bucket = self._bucket(micro_batch) if self.config.train_buckets else 0
+            source = self.source_of(np.array([index]))[0]
+        bucket = 0
+        if self.config.train_buckets:
+            bucket = self.draw(micro_batch).buckets[0]
         return self.training.store_samplers[source][bucket].sample_of(
             key, micro_batch.epoch
         )

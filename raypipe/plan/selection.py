@@ -38,7 +38,11 @@ class Selection:
         self.num_samples = num_samples
         # Many are included, as a rule, and sorting them would take most of the time that a plan takes.
         indices = np.asarray(listed, np.int64)
-        self.listed = _compact(indices if includes else np.unique(indices))
+        if not includes:
+            indices = np.unique(indices)
+        # the smallest unsigned integers that hold the largest of them, and one more
+        largest = int(indices[-1]) + 1 if len(indices) else 0
+        self.listed = indices.astype(np.min_scalar_type(largest))
         if includes:
             self.size = len(self.listed)
         else:
@@ -82,30 +86,23 @@ class JoinedSelection:
     """Joins the selections of several stores.
 
     Args:
-        parts: the selection of each store.
-        offsets: first sample of each store, and the end, int64 (parts + 1,).
+        parts: the selection of each store; their samples are numbered one after the other.
 
     Attributes:
+        offsets: first sample of each store, and the end, int64 (parts + 1,).
         size, num_left_out, num_samples: sums over the stores, see `Selection`.
     """
 
-    def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:
+    def __init__(self, parts: Sequence[Selection]) -> None:
         self.parts = list(parts)
-        self.offsets = offsets
+        counts = [selection.num_samples for selection in parts]
+        self.offsets = np.append(0, np.cumsum(counts))
         self._bounds = np.append(
             0, np.cumsum([selection.size for selection in parts])
         ).astype(np.int64)
         self.size = int(self._bounds[-1])
-        self.num_samples = int(offsets[-1])
+        self.num_samples = int(self.offsets[-1])
         self.num_left_out = self.num_samples - self.size
-
-    @staticmethod
-    def of(parts: Sequence[Selection]) -> JoinedSelection:
-        """The selections of stores that are numbered one after the other."""
-        offsets = np.append(
-            0, np.cumsum([selection.num_samples for selection in parts])
-        )
-        return JoinedSelection(parts, offsets)
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """See `Selection.indices`."""
@@ -116,13 +113,6 @@ class JoinedSelection:
             of_part = self.parts[number].indices(numbers[inside] - self._bounds[number])
             indices[inside] = self.offsets[number] + of_part
         return indices
-
-
-def _compact(indices: np.ndarray) -> np.ndarray:
-    """Ascending indices as the smallest unsigned integers that hold the largest of them, and one more."""
-    return indices.astype(
-        np.min_scalar_type(int(indices[-1]) + 1 if len(indices) else 0)
-    )
 
 
 def _like(listed: np.ndarray, searched: np.ndarray) -> np.ndarray:

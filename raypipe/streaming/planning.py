@@ -16,6 +16,7 @@ from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.plan.takes import BY_CLASS, taken
+from raypipe.section import shown
 from raypipe.storage.files import read_whole
 from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store, is_class
@@ -50,18 +51,21 @@ def make_plan(
     else:
         parts = {"": train}
     selections = selections or [Selection([], len(store)) for store in parts.values()]
+    for (name, store), selection in zip(parts.items(), selections, strict=True):
+        if not selection.size:
+            remedy = f": leave {name!r} out of store.train" if name else " to draw from"
+            raise ConfigError(f"{store.address} has no samples{remedy}")
     sampler = None
     if config.sampler:
-        sampler = _make_sampler(config, list(parts.values()), selections)
-        if val is not None:
-            selection = val_selection or Selection([], len(val))
-            val_selection = sampler.validated(_population(config, [val], [selection]))
+        population = _population(config, list(parts.values()), selections)
+        sampler = CustomSampler(config.sampler, population)
     source = None
     if val is not None:
+        selection = val_selection or Selection([], len(val))
+        if sampler:
+            selection = sampler.validated(_population(config, [val], [selection]))
         buckets = config.sides_in("val") if config.val_interval else []
-        source = _read_source(
-            val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}"
-        )
+        source = _read_source(val, selection, buckets, "{val: width > 0}")
     pairs = zip(parts.items(), selections, strict=True)
     sources = {
         name: _read_train(config, store, selection)
@@ -93,17 +97,6 @@ def plan_of_selected(
     return plan
 
 
-def _make_sampler(
-    config: PlanConfig, stores: Sequence[Store], selections: Sequence[Selection]
-) -> CustomSampler:
-    """Make the user's sampler, of the selected samples of the training stores."""
-    population = _population(config, stores, selections)
-    if not population.size:
-        addresses = " + ".join(store.address for store in stores)
-        raise ConfigError(f"{addresses} has no samples to draw from")
-    return CustomSampler(config.sampler, population)
-
-
 def _population(
     config: PlanConfig, stores: Sequence[Store], selections: Sequence[Selection]
 ) -> Population:
@@ -118,7 +111,7 @@ def _population(
         return np.concatenate(columns)
 
     if len(stores) > 1:
-        return Population(JoinedSelection.of(selections), config.seed, read)
+        return Population(JoinedSelection(selections), config.seed, read)
     selection = selections[0]
     groups = stores[0].groups
     if groups is not None:
@@ -220,19 +213,18 @@ def _of_selected(values: np.ndarray, selection: Selection) -> np.ndarray:
 
 def _read_weights(source: str, store: Store, selection: Selection) -> np.ndarray:
     """The weights of the selected samples of a store, float64 (n,), from a column or a file."""
-    if not source.endswith(".npy"):
-        return check_weights(
-            numbers_of(store, source, "plan.weights"),
-            selection,
-            f"plan.weights {source}",
-        )
-    content = read_whole(source)
-    try:
-        if content is None:
-            raise SampleError("the file does not exist")
-        weights = read_npy(content)
-    except SampleError as error:
-        raise ConfigError(f"plan.weights: {source} cannot be read: {error}") from None
+    if source.endswith(".npy"):
+        content = read_whole(source)
+        try:
+            if content is None:
+                raise SampleError("the file does not exist")
+            weights = read_npy(content)
+        except SampleError as error:
+            raise ConfigError(
+                f"plan.weights: {source} cannot be read: {error}"
+            ) from None
+    else:
+        weights = numbers_of(store, source, "plan.weights")
     return check_weights(weights, selection, f"plan.weights {source}")
 
 
@@ -349,16 +341,16 @@ def _by_name(
 ) -> Mapping[str, str | Path]:
     """Return each store's own value of a setting; a value without names is for the stores `unnamed`."""
     names = [*parts, "val"]
-    if not isinstance(value, Mapping):
-        if value and not unnamed:
-            raise ConfigError(
-                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(value)!r}"
-            )
-        return dict.fromkeys(unnamed, value)
-    if set(value) - set(names):
+    if isinstance(value, Mapping):
+        is_known = set(value) <= set(names)
+    else:
+        is_known = bool(unnamed) or not value
+    if not is_known:
         raise ConfigError(
-            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {value!r}"
+            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {shown(value)}"
         )
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(unnamed, value)
     if value.get("val") and val is None:
         raise ConfigError(
             f"{setting}: there is {value['val']!r} for validation, and no store.val"

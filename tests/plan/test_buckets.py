@@ -69,7 +69,7 @@ def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
             {"micro_batch_size": 64, "global_batch_size": 64},
             "none of plan.buckets has the samples of a micro-batch, 64",
         ),
-        ({"global_batch_size": 80}, "smaller than a global batch of 80"),
+        ({"global_batch_size": 80}, "fewer than a global batch of 80"),
     ],
 )
 def test_settings_that_do_not_go_with_a_store_are_named(

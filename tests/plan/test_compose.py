@@ -127,7 +127,7 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         ),
         (
             {"epoch_samples": 7},
-            "an epoch of 7 draws from .* is smaller than a global batch of 8",
+            "has 7 draws in an epoch, fewer than a global batch of 8",
         ),
         (
             {"drop_last": False, "aug_repeats": 2},

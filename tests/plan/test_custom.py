@@ -328,7 +328,7 @@ def test_a_sampler_that_breaks_the_protocol_is_rejected_at_once(
         ({"epoch_samples": 9}, r"plan\.epoch_samples must be left out with"),
         ({"mixture": {"a": 1}}, r"plan\.mixture must be left out with plan\.sampler"),
         ({"buckets": ["8x8"]}, r"plan\.buckets must be left out with plan\.sampler"),
-        ({"global_batch_size": 64}, r"has 48 draws in an epoch, and a global batch"),
+        ({"global_batch_size": 64}, r"has 48 draws in an epoch, fewer than a global"),
     ],
 )
 def test_settings_that_a_sampler_replaces_are_rejected(

@@ -115,11 +115,3 @@ def test_numbers_beyond_64_bits_are_exact() -> None:
     assert ends[-1] == size
     for sample, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         assert drawn(sampler, end - 1, 1) == [(sample, 0, end - begin - 1)]
-
-
-@pytest.mark.parametrize(
-    "weights", [[], [0, 0], [1, -1], [1, np.nan], [1, np.inf], [[1]]]
-)
-def test_what_are_no_weights_is_refused(weights: Any) -> None:
-    with pytest.raises(ValueError, match="weights are finite numbers of at least 0"):
-        as_integers(np.array(weights))

@@ -69,7 +69,7 @@ def _points(
     """
     height, width = size
     if op == Op.CROP:
-        return points - np.array([p[1], p[0]])
+        return points - (p[1], p[0])
     if op == Op.RESIZE:
         return points * (p[1] / width, p[0] / height)
     if op == Op.PAD:
@@ -128,9 +128,9 @@ def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
         seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
         if len(seen):
             around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
-            # A whole box keeps its fractions of pixels.
-            is_whole = around == [x0, y0, x1, y1]
-            left_over.append(box if is_whole else np.array([*around, *box[4:]]))
+            if around == [x0, y0, x1, y1]:
+                around = box[:4]  # a whole box keeps its fractions of pixels
+            left_over.append([*around, *box[4:]])
     return np.array(left_over).reshape(-1, boxes.shape[1])
 
 

@@ -40,16 +40,11 @@ class ColorJitter(Step):
     }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        factors = [
-            np.rint(between(u[:, column], limits) * _ONE).astype(np.int64)
-            for column, limits in enumerate(
-                (self.brightness, self.contrast, self.saturation)
-            )
-        ]
-        hue = np.rint(between(u[:, 3], self.hue) * (6 * _ONE)).astype(np.int64) % (
-            6 * _ONE
-        )
-        return [_ORDERS[integers(u[:, 4], 0, len(_ORDERS) - 1)], *factors, hue]
+        limits = np.array([self.brightness, self.contrast, self.saturation, self.hue])
+        drawn = between(u[:, :4], limits.T) * [_ONE, _ONE, _ONE, 6 * _ONE]
+        factors = np.rint(drawn).astype(np.int64)
+        factors[:, 3] %= 6 * _ONE
+        return [_ORDERS[integers(u[:, 4], 0, len(_ORDERS) - 1)], factors]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +98,7 @@ class Posterize(Step):
         )
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        return {
-            "num_bits": tuple(
-                round(bits) for bits in toward(8, self.num_bits, strength)
-            )
-        }
+        return {"num_bits": tuple(map(round, toward(8, self.num_bits, strength)))}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         masks = 256 - (1 << (8 - integers(u[:, 0], *self.num_bits)))
@@ -169,11 +160,7 @@ class MotionBlur(Step):
         return low, max(low, high)
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        return {
-            "blur_limit": tuple(
-                round(side) for side in toward(3, self.blur_limit, strength)
-            )
-        }
+        return {"blur_limit": tuple(map(round, toward(3, self.blur_limit, strength)))}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         low, high = self._sides
@@ -194,6 +181,10 @@ class CoarseDropout(Filled):
     p: float = 0.5
 
     ops = (Op.DROPOUT,)
+    neutral: ClassVar[Mapping[str, float]] = {
+        "hole_height_range": 0,
+        "hole_width_range": 0,
+    }
 
     @property
     def is_known(self) -> bool:
@@ -208,11 +199,7 @@ class CoarseDropout(Filled):
         return 4 + 4 * self.num_holes_range[1]
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        ranges = {
-            name: getattr(self, name)
-            for name in ("hole_height_range", "hole_width_range")
-        }
-        weaker = {name: toward(0, limits, strength) for name, limits in ranges.items()}
+        weaker = super()._weaker_ranges(strength)
         if self.hole_height_range[1] < 1:
             return weaker
         # pixels
@@ -224,20 +211,15 @@ class CoarseDropout(Filled):
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         number = integers(u[:, 0], *self.num_holes_range)
         of_hole = u[:, 1:].reshape(len(u), -1, 4)
-        holes = []
-        for axis, (low, high) in enumerate(
-            (self.hole_height_range, self.hole_width_range)
-        ):
-            side = sizes[:, axis : axis + 1]
-            drawn = of_hole[..., axis]
-            if self.hole_height_range[1] >= 1:  # pixels
-                length = integers(drawn, int(low), np.clip(side, int(low), int(high)))
-            else:
-                length = (side * between(drawn, (low, high))).astype(np.int64)
-            start = integers(of_hole[..., 2 + axis], 0, np.maximum(side - length, 0))
-            holes.append((start, start + length))
-        (top, bottom), (left, right) = holes
-        boxes = np.stack([top, left, bottom, right], axis=-1).reshape(len(u), -1)
+        ranges = np.array([self.hole_height_range, self.hole_width_range])
+        side = sizes[:, None]
+        if self.hole_height_range[1] >= 1:  # pixels
+            low, high = ranges.T.astype(np.int64)
+            length = integers(of_hole[..., :2], low, np.clip(side, low, high))
+        else:
+            length = (side * between(of_hole[..., :2], ranges.T)).astype(np.int64)
+        start = integers(of_hole[..., 2:], 0, np.maximum(side - length, 0))
+        boxes = np.concatenate([start, start + length], axis=-1).reshape(len(u), -1)
         return [*self.color, number, boxes]
 
 

@@ -96,11 +96,39 @@ def why_no_kernel() -> str:
         return f"not built, or its libjpeg-turbo is missing ({error})"
     if version != INTERFACE_VERSION:
         return f"built from another version of raypipe ({version}, not {INTERFACE_VERSION})"
-    if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
-        return "its libjpeg-turbo gives other pixels than simplejpeg's"
-    if _resizes_alike():
-        return ""
-    return "it gives other pixels than OpenCV or NumPy"
+    return _why_other_pixels()
+
+
+def _why_other_pixels() -> str:
+    """Return why the kernel's pixels are not used; empty = they are simplejpeg's, and `reference`'s.
+
+    The images are noise, which uses all coefficients. OpenCV has separate code for each processor.
+    """
+    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
+    images: list[Image] = [noise]
+    decoded = [noise]
+    of_decoder = "its libjpeg-turbo gives other pixels than simplejpeg's"
+    for sampling in ("444", "422", "420", "Gray"):
+        data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+        decoded += [simplejpeg.decode_jpeg(data, "RGB")] * 2
+        try:
+            images += [data, to_seekable(data)]
+        except ValueError:
+            return of_decoder
+    probes: list[tuple[Op, list[int], str]] = [(Op.CROP, [23, 42, 34, 28], of_decoder)]
+    for height, width in ((20, 21), (64, 90), (111, 30)):
+        of_resize = "it gives other pixels than OpenCV or NumPy"
+        probes.append((Op.RESIZE, [height, width, LINEAR], of_resize))
+    for op, params, reason in probes:
+        expected = np.stack(
+            [reference.OPERATIONS[op](image, params) for image in decoded]
+        )
+        ops = np.array([[op, 0]], np.int32)
+        job = Job(ops, np.array([[1, *params]] * len(images)), np.zeros_like(expected))
+        statuses = _extension().run(images, [job], 1, True)
+        if any(statuses) or not np.array_equal(job.out, expected):
+            return reason
+    return ""
 
 
 def to_seekable(data: bytes) -> bytes:
@@ -119,45 +147,3 @@ def decode_crop(*arguments: Any) -> int:
 
 def _extension() -> ModuleType:
     return importlib.import_module("_raypipe_kernel")
-
-
-def _decodes_alike(sampling: str) -> bool:
-    """True if it gives simplejpeg's pixels on noise, which uses all coefficients; seekable too."""
-    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
-    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
-    try:
-        seekable = to_seekable(data)
-    except ValueError:
-        return False
-    whole = simplejpeg.decode_jpeg(data, "RGB")
-    top = 23
-    left = 42
-    height = 34
-    width = 28
-    pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
-    box = left, top, width, height
-    for file in (data, seekable):
-        try:
-            first = decode_crop(file, *box, True, pixels, width + EXTRA_COLUMNS)
-        except ValueError:
-            return False
-        crop = pixels[:, first : first + width]
-        if not np.array_equal(crop, whole[top : top + height, left : left + width]):
-            return False
-    return True
-
-
-def _resizes_alike() -> bool:
-    """True if it resizes as OpenCV does here, which has separate code for each processor, or else NumPy."""
-    noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
-    for height, width in ((20, 21), (64, 90), (111, 30)):
-        out = np.zeros((1, height, width, 3), np.uint8)
-        row = [height, width, LINEAR]
-        job = Job(
-            np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out
-        )
-        if _extension().run([noise], [job], 1, True) != b"\0":
-            return False
-        if not np.array_equal(out[0], reference.resize(noise, row)):
-            return False
-    return True

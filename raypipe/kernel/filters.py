@@ -45,12 +45,8 @@ def motion_kernels(
         shift: shift of the line, as a share of a quarter of the side, float64 (B, 2), (x, y).
     """
     column, row = _cells_of_line(side, angle, direction, shift)
-    is_on_line = np.arange(MAX_FILTER) < side[:, None]
-    # The line of a small kernel has fewer points than MAX_FILTER: the others go to a cell behind all kernels.
-    cell = np.where(is_on_line, row * side[:, None] + column, MAX_FILTER**2)
-    is_set = np.zeros((len(side), MAX_FILTER**2 + 1), bool)
-    is_set[np.arange(len(side))[:, None], cell] = True
-    is_set = is_set[:, :-1]
+    is_set = np.zeros((len(side), MAX_FILTER**2), bool)
+    np.put_along_axis(is_set, row * side[:, None] + column, True, axis=1)
     weight = np.rint(_ONE / is_set.sum(axis=1)).astype(np.int64)
     return np.column_stack(
         [side, np.full_like(side, _REFLECT_101), is_set * weight[:, None]]
@@ -61,13 +57,14 @@ def _cells_of_line(
     side: np.ndarray, angle: np.ndarray, direction: np.ndarray, shift: np.ndarray
 ) -> np.ndarray:
     """Return the cells (column, row) of kernels that points of a line are in, int64 (2, B, MAX_FILTER)."""
-    half = side // 2
-    start = -half * np.where(direction > 0, 1 - direction, 1.0)
-    end = half * np.where(direction < 0, 1 + direction, 1.0)
-    number = np.arange(MAX_FILTER)
-    along = start[:, None] + (end - start)[:, None] * number / (side - 1)[:, None]
+    last = side[:, None] - 1
+    half = last // 2
+    start = -half * np.minimum(1, 1 - direction[:, None])
+    end = half * np.minimum(1, 1 + direction[:, None])
+    # the line of a small kernel has fewer points than MAX_FILTER: its last one is there several times
+    number = np.minimum(np.arange(MAX_FILTER), last)
+    along = start + (end - start) * number / last
     sin, cos = sin_cos(angle * (math.pi / 180))
     slope = np.stack([cos, sin])[:, :, None]
-    moved = (shift * half[:, None] / 2).T[:, :, None]
-    exact = half[:, None] + slope * along + moved
-    return np.clip(np.rint(exact), 0, side[:, None] - 1).astype(np.int64)
+    moved = (shift * half / 2).T[:, :, None]
+    return np.clip(np.rint(half + slope * along + moved), 0, last).astype(np.int64)

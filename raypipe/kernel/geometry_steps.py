@@ -14,14 +14,7 @@ from raypipe.kernel.exact import exp, sin_cos
 from raypipe.kernel.ops import CUBIC, LINEAR, NEAREST, Op
 from raypipe.kernel.step import Filled, Numbers, Range, Step, Supported, toward
 
-# OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
-_BORDERS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-)
+_BORDERS = range(5)  # OpenCV's: constant, replicate, reflect, wrap, reflect 101
 _WITHOUT_COPIES = (0, 1)
 
 
@@ -55,23 +48,16 @@ class RandomResizedCrop(_Resizing):
         return {"scale": toward(self.scale[1], self.scale, strength), "ratio": ratio}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        boxes, fits = self._boxes(u[:, 0], u[:, 1], sizes)
-        (failed,) = np.nonzero(~fits)
-        if failed.size:
-            boxes[failed] = self._central(sizes[failed])
-            tries = u[failed, 2 : 2 * self._NUM_TRIES]
-            tried_boxes, fit = self._boxes(
-                tries[:, ::2], tries[:, 1::2], sizes[failed][:, None]
-            )
-            first = fit.argmax(axis=1)
-            any_fits = fit.any(axis=1)
-            boxes[failed[any_fits]] = tried_boxes[np.arange(len(failed)), first][
-                any_fits
-            ]
-            central = failed[~any_fits]
+        tries = u[:, : 2 * self._NUM_TRIES]
+        boxes, fit = self._boxes(tries[:, ::2], tries[:, 1::2], sizes[:, None])
+        first = (np.arange(len(u)), fit.argmax(axis=1))
+        fits = fit[first][:, None]
+        height, width = sizes.astype(np.float64).T
+        largest = np.stack([width / self.ratio[0], height * self.ratio[1]], axis=1)
+        central = np.clip(np.rint(largest), 1, sizes).astype(np.int64)
+        boxes = np.where(fits, boxes[first], central)
         starts = integers(u[:, -2:], 0, sizes - boxes)
-        if failed.size:
-            starts[central] = (sizes[central] - boxes[central]) // 2
+        starts = np.where(fits, starts, (sizes - boxes) // 2)
         return [starts, boxes, *self.size, self.interpolation]
 
     def _boxes(
@@ -85,16 +71,6 @@ class RandomResizedCrop(_Resizing):
             np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1))
         ).astype(np.int64)
         return sides, ((sides > 0) & (sides <= sizes)).all(axis=-1)
-
-    def _central(self, sizes: np.ndarray) -> np.ndarray:
-        """The largest boxes within the ratios."""
-        height, width = sizes.astype(np.float64).T
-        too_narrow = width < self.ratio[0] * height
-        too_wide = width > self.ratio[1] * height
-        boxes = sizes.copy()
-        boxes[too_narrow, 0] = np.rint(width / self.ratio[0])[too_narrow]
-        boxes[too_wide, 1] = np.rint(height * self.ratio[1])[too_wide]
-        return np.clip(boxes, 1, sizes)
 
 
 def _log(x: float) -> float:
@@ -217,12 +193,10 @@ class Pad(_Bordered):
     ops = (Op.PAD,)
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        sides = (
-            (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
-        )
-        left, top, right, bottom = (
-            sides if len(sides) == 4 else (sides[0], sides[-1]) * 2
-        )
+        sides = np.atleast_1d(self.padding).tolist()
+        if len(sides) < 4:
+            sides = [sides[0], sides[-1]] * 2
+        left, top, right, bottom = sides
         return [top, bottom, left, right, self.border_mode, *self.color]
 
 
@@ -281,8 +255,14 @@ class Affine(_Bordered):
     }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        if self.translate_percent is None:
+            low, high = _of_axes(self.translate_px).astype(np.int64)
+            shifts = integers(u[:, 5:], low, high).astype(np.float64)
+        else:
+            shares = between(u[:, 5:], _of_axes(self.translate_percent))
+            shifts = np.trunc(shares * sizes[:, ::-1])
         linear = self._scaled_turned_sheared(u[:, :5])
-        source = _sources_about_center(linear, self._shifts(u[:, 5:], sizes), sizes)
+        source = _sources_about_center(linear, shifts, sizes)
         in_q32 = np.rint(np.clip(source, -(2.0**20), 2.0**20) * 2.0**32)
         return [
             in_q32.astype(np.int64),
@@ -309,13 +289,6 @@ class Affine(_Bordered):
             (tan_y * cos - sin) * scale_x,
             (tan_y * sin + cos) * scale_y,
         )
-
-    def _shifts(self, u: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the drawn shifts along x and y in whole pixels, float64 (B, 2)."""
-        if self.translate_percent is None:
-            low, high = _of_axes(self.translate_px).astype(np.int64)
-            return integers(u, low, high).astype(np.float64)
-        return np.trunc(between(u, _of_axes(self.translate_percent)) * sizes[:, ::-1])
 
 
 _Linear = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

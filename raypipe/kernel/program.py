@@ -107,13 +107,9 @@ class Program:
 
     def _find_size(self) -> tuple[int, int] | None:
         """Return the size of all results: equal for images of two sizes, for all draws."""
-        keys = np.array([(k, 1) for k in range(16)], np.uint64)
-        sizes = np.concatenate(
-            [
-                self.draw(keys, np.array([size] * 16))[1]
-                for size in ((1009, 2003), (2003, 1009))
-            ]
-        )
+        keys = np.arange(64, dtype=np.uint64).reshape(32, 2)
+        sizes = np.repeat([(1009, 2003), (2003, 1009)], 16, axis=0)
+        _, sizes = self.draw(keys, sizes)
         height, width = sizes[0].tolist()
         return (height, width) if (sizes == sizes[0]).all() else None
 

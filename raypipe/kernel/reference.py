@@ -19,7 +19,9 @@ Operation = Callable[[np.ndarray, Params], np.ndarray]
 
 _MAX_SIDE = 65_500  # pixels, MAX_SIDE of csrc/image.h
 _COEFFICIENT_BITS = 11
-_CONSTANT, _REPLICATE, _REFLECT, _WRAP = range(4)  # borders, as OpenCV numbers them
+_CONSTANT, _REPLICATE, _REFLECT, _WRAP, _REFLECT_101 = range(
+    5
+)  # borders, as OpenCV numbers them
 
 
 def crop(image: np.ndarray, params: Params) -> np.ndarray:
@@ -111,7 +113,12 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
     interpolation = params[6]
     border = params[7]
     color = params[8:11]
-    x, y = _affine_sources(params[:6], image.shape[:2])
+    a, b, c, d, e, f = np.array(params[:6], np.int64)
+    rows = np.arange(image.shape[0])[:, None]
+    columns = np.arange(image.shape[1])
+    with np.errstate(over="ignore"):  # they wrap around as in C
+        x = a * columns + (b * rows + c)
+        y = d * columns + (e * rows + f)
     if interpolation == NEAREST:
         x += 1 << 31
         y += 1 << 31
@@ -121,7 +128,9 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
     def neighbors(right: int, below: int) -> np.ndarray:
         column = _border_at(x0 + right, image.shape[1], border)
         row = _border_at(y0 + below, image.shape[0], border)
-        return _pixels_at(image, column, row, color)
+        pixels = image[row, column]
+        pixels[(row < 0) | (column < 0)] = np.array(color, np.uint8)
+        return pixels
 
     if interpolation == NEAREST:
         return neighbors(0, 0)
@@ -130,19 +139,6 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
     above = neighbors(0, 0) * (1024 - fx) + neighbors(1, 0) * fx
     below = neighbors(0, 1) * (1024 - fx) + neighbors(1, 1) * fx
     return ((above * (1024 - fy) + below * fy + (1 << 19)) >> 20).astype(np.uint8)
-
-
-def _affine_sources(
-    matrix: Params, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y that an image's pixels come from, int64 (H, W) in Q32, which wrap around as in C."""
-    a, b, c, d, e, f = np.array(matrix, np.int64)
-    rows = np.arange(size[0], dtype=np.int64)[:, None]
-    columns = np.arange(size[1], dtype=np.int64)
-    with np.errstate(over="ignore"):
-        x = a * columns + (b * rows + c)
-        y = d * columns + (e * rows + f)
-    return x, y
 
 
 def _fraction_q10(coordinate: np.ndarray) -> np.ndarray:
@@ -188,25 +184,12 @@ def _border_at(coordinate: np.ndarray, side: int, border: int) -> np.ndarray:
         return np.where((coordinate >= 0) & (coordinate < side), coordinate, -1)
     if border == _REPLICATE:
         return coordinate.clip(0, side - 1)
-    if border == _WRAP:
-        return coordinate % side
-    if side == 1:
-        return np.zeros_like(coordinate)
-    period = 2 * side - (0 if border == _REFLECT else 2)
-    coordinate = coordinate % period
-    return np.where(
-        coordinate < side,
-        coordinate,
-        period - coordinate - (1 if border == _REFLECT else 0),
-    )
-
-
-def _pixels_at(
-    image: np.ndarray, columns: np.ndarray, rows: np.ndarray, color: Params
-) -> np.ndarray:
-    pixels = image[rows, columns]
-    pixels[(rows < 0) | (columns < 0)] = np.array(color, np.uint8)
-    return pixels
+    period = np.arange(side)
+    if border == _REFLECT:
+        period = np.append(period, period[::-1])
+    elif border == _REFLECT_101:
+        period = np.append(period, period[-2:0:-1])
+    return period[coordinate % len(period)]
 
 
 def _check_size(height: int, width: int) -> None:

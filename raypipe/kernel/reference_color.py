@@ -58,13 +58,11 @@ def _hue(image: np.ndarray, shift: int) -> np.ndarray:
         g - b,
         np.where(largest == g, 2 * chroma + b - r, 4 * chroma + r - g),
     )
-    circle = (6 * chroma) << 16
-    turned = ((hue + np.where(hue < 0, 6 * chroma, 0)) << 16) + shift * chroma
-    turned -= np.where(turned >= circle, circle, 0)
+    circle = np.maximum(6 * chroma << 16, 1)
+    turned = (hue << 16) + shift * chroma
     channels = []
     for start in (5, 3, 1):
-        k = turned + start * (chroma << 16)
-        k -= np.where(k >= circle, circle, 0)
+        k = (turned + start * (chroma << 16)) % circle
         below = np.clip(np.minimum(k, (4 * chroma << 16) - k), 0, chroma << 16)
         channels.append(((largest << 16) - below + 32768) >> 16)
     return np.stack(channels, axis=2).astype(np.uint8)

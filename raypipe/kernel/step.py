@@ -130,12 +130,12 @@ def toward(neutral: float, limits: Any, strength: float) -> Any:
 
 def _rgb(fill: Any) -> tuple[int, int, int] | None:
     """A fill as three bytes; None: it is none."""
-    numbers = (fill,) * 3 if isinstance(fill, int | float) else fill
-    if not isinstance(numbers, tuple | list | np.ndarray) or len(numbers) not in (1, 3):
+    try:
+        numbers = np.asarray(fill, float).ravel()
+    except (TypeError, ValueError):
         return None
-    whole = [
-        int(number)
-        for number in (tuple(numbers) * 3)[:3]
-        if 0 <= number <= 255 and number == int(number)
-    ]
-    return (whole[0], whole[1], whole[2]) if len(whole) == 3 else None
+    is_byte = (numbers >= 0) & (numbers <= 255) & (numbers % 1 == 0)
+    if len(numbers) not in (1, 3) or not is_byte.all():
+        return None
+    red, green, blue = np.broadcast_to(numbers, 3).astype(int).tolist()
+    return red, green, blue

@@ -15,51 +15,31 @@ set, and is put back at the end: to find that nothing does takes 10 to 20 µs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
+_Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
+"""How a setting of torch's is read, and written, and the value that it has around raypipe's work."""
 
-class _Setting(NamedTuple):
-    """A setting of torch's.
-
-    Attributes:
-        right: the values that are left as they are; else the first one is set.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-    right: Sequence[Any]
-
-
-def _attribute(owner: Any, name: str, right: Any) -> _Setting:
-    return _Setting(
-        partial(getattr, owner, name), partial(setattr, owner, name), [right]
-    )
-
-
-_SETTINGS = [
-    _Setting(torch.get_default_dtype, torch.set_default_dtype, [torch.float32]),
-    *(
-        _Setting(
-            partial(torch.is_autocast_enabled, kind),
-            partial(torch.set_autocast_enabled, kind),
-            [False],
-        )
-        for kind in ("cpu", "cuda")
-    ),
-    _Setting(
-        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, [0]
-    ),
-    _Setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, [True]),
+_SETTINGS: list[_Setting] = [
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
 ]
-_ON_CUDA = [
-    _attribute(cudnn, "enabled", True),
-    _attribute(cudnn, "benchmark", False),
-    _attribute(cudnn, "deterministic", True),
+for _kind in ("cpu", "cuda"):
+    _read = partial(torch.is_autocast_enabled, _kind)
+    _SETTINGS.append((_read, partial(torch.set_autocast_enabled, _kind), False))
+_ON_CUDA: list[_Setting] = [
+    (partial(getattr, cudnn, name), partial(setattr, cudnn, name), right)
+    for name, right in (
+        ("enabled", True),
+        ("benchmark", False),
+        ("deterministic", True),
+    )
 ]
 _MKLDNN: Any = mkldnn
 _CUDNN: Any = cudnn
@@ -101,9 +81,9 @@ def pinned(device: torch.device) -> Iterator[None]:
         try:
             for read, write, right in (*_SETTINGS, *_ON_CUDA) if on_cuda else _SETTINGS:
                 value = read()
-                if value not in right:
+                if value != right:
                     changed.append((write, value))
-                    write(right[0])
+                    write(right)
             if any(
                 owner.fp32_precision not in _FULL
                 for owner in (_OF_CUDA if on_cuda else _OF_CPU)

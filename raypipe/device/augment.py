@@ -23,11 +23,9 @@ where it is used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,7 +150,7 @@ class DeviceAugment:
         normalizes: whether the module normalizes, and nothing behind it.
         preset: the operations of the preset; None = it has none.
         drawn: the preset's draws for the last batch, or for each crop of its views.
-        modules: Kornia's operations that follow it, and the user's module; None = there are none.
+        modules: Kornia's operations that follow it, and the user's module.
     """
 
     def __init__(
@@ -171,32 +169,22 @@ class DeviceAugment:
                 # weights of a user's class may be drawn
                 self.config = config = resolved(config, batches.endings.get("train"))
             self.normalize = Normalize(config, self.device, dtype)
-        self.preset = _fitting_preset(config, bool(targets))
-        self.drawn: list[FusedParams] = []
-        channels = len(config.mean)
-        self.modules: ModuleSteps | None = None
-        with pinned(self.device):
+            self.preset = _fitting_preset(config, bool(targets))
             operations = [
-                build_operation(entry, bool(targets), channels) for entry in config.ops
+                build_operation(entry, bool(targets), len(config.mean))
+                for entry in config.ops
             ]
-            if operations or config.module:
-                self.modules = ModuleSteps(
-                    config.module,
-                    self.device,
-                    targets,
-                    batches.has_target,
-                    operations,
-                )
+            self.modules = ModuleSteps(config.module, self.device, batches, operations)
+        self.drawn: list[FusedParams] = []
         self._stream: Any = None  # made when the first batch has come from a ring
         self._runs_apart = not config.differentiable and not _has_state(config.module)
         self._targets = (*targets, LABEL) if batches.has_target else targets
-        module_mixes = self.modules is not None and self.modules.mixes
-        if module_mixes and self._mixing:
+        if self.modules.mixes and self._mixing:
             raise ConfigError(
                 f"augment.module mixes images, and {self._mixing} does, too: set that to 0"
             )
-        self.mixes = module_mixes or bool(self._mixing)
-        self.normalizes = self.modules is not None and self.modules.normalizes
+        self.mixes = self.modules.mixes or bool(self._mixing)
+        self.normalizes = self.modules.normalizes
         if batches.has_views:
             self._check_views()
 
@@ -247,17 +235,18 @@ class DeviceAugment:
         The seed of a crop is hashed of the micro-batch's, the view's name and the crop's number.
         """
         self._check_views()
-        if not (self.preset or self.modules):
+        if not (self.preset or self.modules.steps):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
-            seeds = [_view_seed(name, number, seed) for number in range(len(crops))]
             counts = np.ones(len(view), bool)
-            of_view = [
-                self._augmented(Augmented(crop, {}), counts, of_crop, strength).image
-                for crop, of_crop in zip(crops, seeds, strict=True)
-            ]
+            of_view = []
+            for number, crop in enumerate(crops):
+                key = view_key(name, number, Domain.VIEW_ON_DEVICE, seed)
+                of_crop = int(key[0]) >> 1
+                made = self._augmented(Augmented(crop, {}), counts, of_crop, strength)
+                of_view.append(made.image)
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
         return augmented
 
@@ -283,7 +272,11 @@ class DeviceAugment:
             augmented = self._of_batch(batch, strength, finish)
             done = new_event(self.device)
             done.record(self._stream)
-        hand_over(done, _new_tensors(batch, augmented), self.device)
+        made = [*augmented.fields.values()]
+        if augmented.mix is not None:
+            made += [augmented.mix.target, augmented.mix.lam]
+        tensors = [value for value in made if isinstance(value, torch.Tensor)]
+        hand_over(done, tensors, self.device)
         return augmented
 
     def _of_batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
@@ -291,30 +284,23 @@ class DeviceAugment:
         with pinned(self.device), torch.set_grad_enabled(is_recorded):
             if not self.config.differentiable:
                 return self._batch(batch, strength, finish)
-            pixels = scaled(batch.image).requires_grad_(is_recorded)
-            given = batch.with_fields({IMAGE: pixels})
-            augmented = self._batch(given, strength, finish)
-            again = partial(self._again, batch, strength, finish)
-            return augmented.with_fields({}, pixels=pixels, augment=again)
 
-    def _again(
-        self,
-        batch: Batch,
-        strength: float,
-        finish: Finish | None,
-        pixels: torch.Tensor,
-    ) -> torch.Tensor:
-        """Make the images of a batch of other pixels, by the same draws."""
-        with pinned(self.device):
-            given = batch.with_fields({IMAGE: pixels})
-            return self._batch(given, strength, finish).image
+            def made_of(pixels: torch.Tensor) -> Batch:
+                """Return the batch made of other pixels, by the same draws."""
+                given = batch.with_fields({IMAGE: pixels})
+                with pinned(self.device):
+                    return self._batch(given, strength, finish)
+
+            pixels = scaled(batch.image).requires_grad_(is_recorded)
+            augmented = made_of(pixels)
+            return augmented.with_fields(
+                {}, pixels=pixels, augment=lambda pixels: made_of(pixels).image
+            )
 
     def _batch(self, batch: Batch, strength: float, finish: Finish | None) -> Batch:
         self.drawn = []
         if batch.position.split != "train":
-            finish = finish or self.normalize
-            images = images_in(batch.fields).items()
-            return batch.with_fields({name: finish(image) for name, image in images})
+            return finished(batch, finish or self.normalize)
         if batch.views:
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields(
@@ -344,7 +330,7 @@ class DeviceAugment:
     ) -> Augmented:
         """Augment and normalize, without mixing by the configuration."""
         image = augmented.image
-        if image.dtype != torch.uint8 and (self.preset or self.modules):
+        if image.dtype != torch.uint8 and (self.preset or self.modules.steps):
             image = scaled(image)
         if self.preset:
             rows, _, height, width = image.shape
@@ -355,7 +341,7 @@ class DeviceAugment:
             image = apply(
                 self.preset, image, packed.to(image.device, non_blocking=True)
             )
-        if not self.modules:
+        if not self.modules.steps:
             return Augmented(self.normalize(image), augmented.targets)
         if not image.is_floating_point():
             image = scaled(image)
@@ -370,6 +356,12 @@ class DeviceAugment:
         else:
             image = self.normalize(augmented.image)
         return Augmented(image, augmented.targets, augmented.mix)
+
+
+def finished(batch: Batch, finish: Finish) -> Batch:
+    """Return a batch whose images are not augmented, as the model gets them."""
+    images = images_in(batch.fields).items()
+    return batch.with_fields({name: finish(image) for name, image in images})
 
 
 def check_mixable(config: AugmentConfig, batches: DeviceInput) -> None:
@@ -413,34 +405,16 @@ def _has_state(module: Any) -> bool:
     """Return whether a module has weights or buffers, which the loop may be writing in another stream."""
     if not isinstance(module, torch.nn.Module):
         return bool(module)  # a function may have some
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
-
-def _new_tensors(before: Batch, after: Batch) -> Iterator[torch.Tensor]:
-    """The tensors of a batch that the augmentation has made."""
-    for name, value in after.fields.items():
-        if isinstance(value, torch.Tensor) and value is not before.fields[name]:
-            yield value
-    if after.mix is not None:
-        yield from (
-            tensor
-            for tensor in (after.mix.target, after.mix.lam)
-            if isinstance(tensor, torch.Tensor)
-        )
+    return bool([*module.parameters(), *module.buffers()])
 
 
 def settings_of_device(config: AugmentConfig) -> dict[str, Any]:
     """Return the settings by their whole names, as plain values, for the record of a run; a module as text."""
-    values = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-    }
-    module = values["module"]
-    values["module"] = (
-        module
-        if isinstance(module, str)
-        else " ".join(repr(module).split())[:_SHOWN_CHARACTERS]
-    )
-    return {f"augment.{name}": value for name, value in values.items()}
+    settings = {f"augment.{name}": value for name, value in vars(config).items()}
+    if not isinstance(config.module, str):
+        text = " ".join(repr(config.module).split())
+        settings["augment.module"] = text[:_SHOWN_CHARACTERS]
+    return settings
 
 
 @contextlib.contextmanager
@@ -472,11 +446,6 @@ def build_operation(
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     return ChosenRows(module) if isinstance(module, PolicyAugmentBase) else module
-
-
-def _view_seed(name: str, crop: int, seed: int) -> int:
-    """Return the seed of a crop of a view, of that of its micro-batch."""
-    return int(view_key(name, crop, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
 
 
 def _operation_class(op: str, channels: int) -> Any:

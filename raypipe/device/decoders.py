@@ -116,16 +116,18 @@ class DeviceDecoder:
             row: data.values[offsets[row] : offsets[row + 1]]
             for row in np.flatnonzero(is_decoded).tolist()
         }
-        on_device = {
-            row: image
-            for row, image in images.items()
-            if self._is_for_device(image.tobytes())
-        }
-        running = {
-            row: self._threads.submit(self._by_host, image, maps[row])
-            for row, image in images.items()
-            if row not in on_device
-        }
+        on_device = {}
+        running = {}
+        for row, image in images.items():
+            encoded = image.tobytes()
+            if (
+                self.library
+                and is_for_nvjpeg(encoded)
+                and not (self._exif and jpeg_orientation(encoded) > 1)
+            ):
+                on_device[row] = image
+            else:
+                running[row] = self._threads.submit(self._by_host, image, maps[row])
         axes = [axis_columns(maps.shape[1], axis) for axis in (0, 1)]
         height, width = (int(maps[0, columns.stop - 1]) for columns in axes)
         with pinned(self.device), torch.no_grad(), self._backend.stream(self._stream):
@@ -151,15 +153,14 @@ class DeviceDecoder:
         """Decode images into rows of uint8 (B, H, W, 3), and yield the rows that the device refuses."""
         pixels = {row: math.prod(sides_of_map(maps[row])) for row in images}
         for rows in _groups(pixels, _DECODED_PIXELS):
-            decoded = self._by_device(
-                [images[row] for row in rows], [box_of_map(maps[row]) for row in rows]
-            )
-            good = {
-                row: image
-                for row, image in zip(rows, decoded, strict=True)
-                if image is not None
-            }
-            yield from (row for row in rows if row not in good)
+            boxes = [box_of_map(maps[row]) for row in rows]
+            decoded = self._by_device([images[row] for row in rows], boxes)
+            good = {}
+            for row, image in zip(rows, decoded, strict=True):
+                if image is None:
+                    yield row
+                else:
+                    good[row] = image
             self._place(good, maps, out)
 
     def _fill_by_host(
@@ -180,13 +181,6 @@ class DeviceDecoder:
             decoded[row] = pixels.permute(2, 0, 1).to(self.device)
         self._place(decoded, maps, out)
         return failed
-
-    def _is_for_device(self, image: bytes) -> bool:
-        return (
-            bool(self.library)
-            and is_for_nvjpeg(image)
-            and not (self._exif and jpeg_orientation(image) > 1)
-        )
 
     def _by_host(self, image: np.ndarray, of_map: np.ndarray) -> np.ndarray:
         """The box of an image, uint8 (h, w, 3)."""
@@ -209,8 +203,12 @@ class DeviceDecoder:
         try:
             decoded = self._decode_boxes([*map(view, images)], boxes)
             return [
-                image if image is not None and image.shape[1:] == _shape(box) else None
-                for image, box in zip(decoded, boxes, strict=True)
+                None
+                if image is None or image.shape[1:] != (bottom - top, right - left)
+                else image
+                for image, (top, left, bottom, right) in zip(
+                    decoded, boxes, strict=True
+                )
             ]
         except (
             torch.OutOfMemoryError,
@@ -265,11 +263,6 @@ def _groups(
         group.append(row)
     if group:
         yield group
-
-
-def _shape(box: CropBox) -> tuple[int, int]:
-    top, left, bottom, right = box
-    return bottom - top, right - left
 
 
 def _by_nvimagecodec(device: torch.device) -> BoxDecoder:

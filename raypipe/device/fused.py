@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,33 +170,24 @@ def draw_params(
         [fused.flip, fused.affine, fused.jitter, fused.gray, fused.blur, fused.erase]
     )
     flip, affine, jitter, gray, blur, erase = shares[:6] < strength * chances[:, None]
-    turn, right, down, zoom, light, contrast, saturation, hue, sigma = shares[6:15]
     x_most = fused.translate[0] * width
     y_most = fused.translate[1] * height
-    return FusedParams(
-        flip=flip,
-        degrees=_drawn(affine, turn, (-fused.degrees, fused.degrees), 0.0),
-        x=_drawn(affine, right, (-x_most, x_most), 0.0),
-        y=_drawn(affine, down, (-y_most, y_most), 0.0),
-        scale=_drawn(affine, zoom, fused.scale, 1.0),
-        brightness=_drawn(jitter, light, fused.brightness, 1.0),
-        contrast=_drawn(jitter, contrast, fused.contrast, 1.0),
-        saturation=_drawn(jitter, saturation, fused.saturation, 1.0),
-        hue=_drawn(jitter, hue, fused.hue, 0.0),
-        gray=gray,
-        sigma=_drawn(blur, sigma, fused.sigma, 0.0),
-        box=_draw_boxes(fused, erase, shares[15:], height, width),
-    )
+    of_affine = [
+        (-fused.degrees, fused.degrees),
+        (-x_most, x_most),
+        (-y_most, y_most),
+        fused.scale,
+    ]
+    of_jitter = [fused.brightness, fused.contrast, fused.saturation, fused.hue]
+    low, high = np.array([*of_affine, *of_jitter, fused.sigma]).T[:, :, None]
+    happens = [affine] * len(of_affine) + [jitter] * len(of_jitter) + [blur]
+    neutral = np.array([0.0, 0, 0, 1, 1, 1, 1, 0, 0])[:, None]
+    drawn = np.where(happens, _between(low, high, shares[6:15]), neutral)
+    box = _draw_boxes(fused, erase, shares[15:], height, width)
+    return FusedParams(flip, *drawn[:8], gray, drawn[8], box)
 
 
-def _drawn(
-    happens: np.ndarray, share: np.ndarray, limits: Interval, neutral: float
-) -> np.ndarray:
-    """Return numbers at shares of the way between limits, neutral in rows where nothing happens; all (B,)."""
-    return np.where(happens, _between(*limits, share), neutral)
-
-
-def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
+def _between(low: Any, high: Any, share: np.ndarray) -> np.ndarray:
     """Return numbers at shares, in [0, 1), of the way from low to high."""
     return low + (high - low) * share
 

@@ -62,7 +62,7 @@ def kept_boxes(
     is_kept = (labels > NO_BOX) & (x1 - x0 >= _LEAST) & (y1 - y0 >= _LEAST)
     cut = _kept(torch.stack([x0, y0, x1, y1, labels], -1), is_kept)
     order = torch.argsort((~is_kept).byte(), dim=1, stable=True)
-    return cut.gather(1, order[..., None].expand_as(cut))
+    return cut.take_along_dim(order[..., None], 1)
 
 
 def _kept(rows: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
@@ -95,16 +95,11 @@ def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:
         is_made = param.data["batch_prob"] > 0.5
         if not is_made.any():
             continue
-        permutation = param.data["permutation"].to(labels.device, non_blocking=True)
+        permutation = param.data["permutation"]
+        tiles = permutation[permutation[:, 0].argsort()]  # of each row in turn
+        made = labels[tiles.to(labels.device, non_blocking=True)].flatten(1)
+        missing = made.shape[1] - labels.shape[1]
+        own = torch.nn.functional.pad(labels, (0, missing), value=NO_BOX)
         is_made = is_made.to(labels.device, non_blocking=True)[:, None]
-        tiles = [
-            torch.empty_like(labels).index_copy(0, permutation[:, 0], labels[tile])
-            for tile in permutation.T
-        ]
-        none = torch.full_like(labels, NO_BOX)
-        tiles = [
-            torch.where(is_made, tile, none if n else labels)
-            for n, tile in enumerate(tiles)
-        ]
-        labels = torch.cat(tiles, 1)
+        labels = torch.where(is_made, made, own)
     return labels

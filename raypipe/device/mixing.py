@@ -138,17 +138,18 @@ def soft_targets(
         mix: the other half; None = not mixed.
         smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
     """
-    if target.dtype != torch.int64 or target.ndim != 1:
-        soft = target if target.is_floating_point() else target.float()
-        if mix is None:
-            return soft
-        return torch.lerp(mix.target.to(soft.dtype), soft, _share(mix, soft))
-    soft = one_hot(target, num_classes).float()
+    halves = [target] if mix is None else [target, mix.target]
+    are_classes = target.dtype == torch.int64 and target.ndim == 1
+    if are_classes:
+        halves = [one_hot(half, num_classes) for half in halves]
+    soft = halves[0]
+    if not soft.is_floating_point():
+        soft = soft.float()
     if mix is not None:
-        soft = torch.lerp(
-            one_hot(mix.target, num_classes).float(), soft, _share(mix, soft)
-        )
-    return soft * (1 - smoothing) + smoothing / num_classes
+        soft = torch.lerp(halves[1].to(soft.dtype), soft, _share(mix, soft))
+    if are_classes:
+        soft = soft * (1 - smoothing) + smoothing / num_classes
+    return soft
 
 
 def _share(mix: Mix, like: torch.Tensor) -> float | torch.Tensor:

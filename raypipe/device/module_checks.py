@@ -61,8 +61,12 @@ def check_steps(
         targets: names of the mask, boxes and keypoints of the stream.
         has_label: whether batches have a target.
     """
-    if isinstance(module, nn.Module):
-        _check_images(module)
+    for child in module.modules() if isinstance(module, nn.Module) else ():
+        if kornia_class(child, "VideoSequential", "AugmentationBase3D"):
+            raise ConfigError(
+                f"augment.module has {_name(child)}, which takes clips (B, C, T, H, W), and a stream has images: "
+                "use nn.Sequential, K.ImageSequential or K.AugmentationSequential"
+            )
     if sum(map(mixes_labels, steps)) > 1:
         raise ConfigError(
             "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mixup_alpha "
@@ -75,15 +79,6 @@ def check_steps(
             _check_keys(step, targets, has_label)
         elif isinstance(step, nn.Module):
             _check_inner(step, [], targets, has_label)
-
-
-def _check_images(module: nn.Module) -> None:
-    for child in module.modules():
-        if kornia_class(child, "VideoSequential", "AugmentationBase3D"):
-            raise ConfigError(
-                f"augment.module has {_name(child)}, which takes clips (B, C, T, H, W), and a stream has images: "
-                "use nn.Sequential, K.ImageSequential or K.AugmentationSequential"
-            )
 
 
 def _check_mix(step: Any, targets: Collection[str]) -> None:
@@ -104,15 +99,13 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
     else:
         names = [key.name for key in step.data_keys]
         keys = [TARGET_OF_KEY[name] for name in names if name in TARGET_OF_KEY]
-    if step.data_keys is not None and len(set(keys)) < len(step.data_keys) - 1:
-        raise ConfigError(
-            f"augment.module: data_keys {[k.name for k in step.data_keys]} name a target twice"
-        )
+        if len(set(keys)) < len(names) - 1:
+            raise ConfigError(f"augment.module: data_keys {names} name a target twice")
     for name in keys:
         if name not in targets and not (name == LABEL and has_label):
             raise ConfigError(
                 f"augment.module: data_keys name {KEY_OF_TARGET[name]!r}, and batches have none: set "
-                f"{_setting_of(name)}, or leave the key out"
+                f"{'store.target_column' if name == LABEL else f'transform.targets.{name}'}, or leave the key out"
             )
     _check_inner(step, keys, targets, has_label)
 
@@ -170,11 +163,6 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
             "augment.module: RandomTransplantation needs a mask: set transform.targets.mask, and put it into "
             "K.AugmentationSequential(…, data_keys=['input', 'mask'])"
         )
-
-
-def _setting_of(target: str) -> str:
-    """Return the setting that names the column of a target."""
-    return "store.target_column" if target == LABEL else f"transform.targets.{target}"
 
 
 def _all_keys(targets: Collection[str]) -> list[str]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from raypipe.device.mixing import Mix
 from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
+from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL
 from raypipe.transform.process_state import process_kept, seed_process
@@ -49,6 +50,7 @@ PLAIN = AugmentConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 CHANGES_SIZE = {"CenterCrop", "RandomCrop", "RandomResizedCrop"}
 CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
 
+_GENERATORS = (torch._C.Generator, np.random.Generator, random.Random)
 Targets = Mapping[str, torch.Tensor]
 """The target (`LABEL`), mask, boxes and keypoints of a micro-batch, as far as the stream has them."""
 
@@ -138,14 +140,14 @@ def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     values = getattr(last, "flags", None) or vars(last) | dict(last.named_buffers())
     if getattr(last, "p", 1.0) != 1.0 or not {"mean", "std"} <= values.keys():
         return None
-    mean, std = (
-        torch.as_tensor(values[name], dtype=torch.float64).flatten().tolist()
-        for name in ("mean", "std")
+    numbers = torch.broadcast_tensors(
+        torch.as_tensor(values["mean"], dtype=torch.float64).flatten(),
+        torch.as_tensor(values["std"], dtype=torch.float64).flatten(),
     )
-    channels = max(len(mean), len(std), 1)
-    channels = 3 if channels == 1 else channels  # one number is that of all channels
-    whole = (tuple((numbers * channels)[:channels]) for numbers in (mean, std))
-    return next(whole), next(whole)
+    # one number is that of all channels
+    channels = 3 if len(numbers[0]) == 1 else -1
+    mean, std = (tuple(each.expand(channels).tolist()) for each in numbers)
+    return mean, std
 
 
 def _children_in_order(module: Any) -> list[Any]:
@@ -177,14 +179,28 @@ class ChosenRows(nn.Module):
         return torch.where(_sent(self.chosen, image).view(-1, 1, 1, 1), result, image)
 
 
+class _Call(NamedTuple):
+    """How a step is called.
+
+    Attributes:
+        setting: the setting that it is of, for errors.
+        takes_strength: whether it gets the strength, too.
+        takes_target: whether it gets images and targets, if batches have them.
+    """
+
+    step: Any
+    setting: str
+    takes_strength: bool
+    takes_target: bool
+
+
 class ModuleSteps:
     """Kornia's operations and a user's module, or a function, as one operation on micro-batches.
 
     Args:
         module: from `built`; its weights and buffers are moved, in place, to the device; empty = none.
         device: where batches are.
-        targets: names of the mask, boxes and keypoints of the stream.
-        has_label: whether batches have a target.
+        batches: facts about the batches.
         operations: those of `augment.ops`, which come first.
 
     Raises:
@@ -200,40 +216,39 @@ class ModuleSteps:
         self,
         module: Any,
         device: torch.device,
-        targets: Collection[str],
-        has_label: bool,
-        operations: Sequence[nn.Module] = (),
+        batches: DeviceInput,
+        operations: Sequence[nn.Module],
     ) -> None:
         self._module = module
-        self._name = _named(module)
-        self._operations = operations
+        self._setting = f"augment.module={_named(module)}"
         own = [module] if module else []
         if type(module) is nn.Sequential:
             own = [*module]
-        check_steps(module, own, targets, has_label)
+        check_steps(module, own, batches.targets, batches.has_target)
         self.steps = [*operations, *own]
         self.mixes = any(map(mixes_labels, own))
         self.normalizes = normalization_of(module) is not None
-        # by their identity: a callable need not have a hash
-        self._take_strength = set[int]()
-        self._take_target = {id(step) for step in own if _takes_target(step)}
+        settings = ["augment.ops"] * len(operations) + [self._setting] * len(own)
+        self._calls = list[_Call]()
         self._scaled: dict[tuple[nn.Module, str], float] = {}
-        for step in self.steps:
-            if "strength" in inspect.signature(_call_of(step)).parameters:
-                self._take_strength.add(id(step))
-            else:
+        for step, setting in zip(self.steps, settings, strict=True):
+            takes_strength = "strength" in inspect.signature(_call_of(step)).parameters
+            if not takes_strength:
                 self._scaled |= _probabilities(step)
-        modules = list(module.modules()) if isinstance(module, nn.Module) else []
-        self._generators = [
-            value
-            for child in modules
-            for value in vars(child).values()
-            if _is_generator(value)
-        ]
-        self._has_told = not any(
-            True for child in modules for _ in child.buffers(recurse=False)
-        )
-        _move(modules, device)
+            call = _Call(step, setting, takes_strength, _takes_target(step))
+            self._calls.append(call)
+        self._generators = list[Any]()
+        self._has_told = True
+        if isinstance(module, nn.Module):
+            self._has_told = not list(module.buffers())
+            for child in module.modules():
+                held = vars(child).values()
+                self._generators += [
+                    one for one in held if isinstance(one, _GENERATORS)
+                ]
+                # Kornia's samplers stay: they hold parameters to draw with
+                if not type(child).__module__.startswith("kornia.augmentation"):
+                    nn.Module._apply(child, lambda one: one.to(device), recurse=False)
 
     def __call__(
         self, augmented: Augmented, counts: np.ndarray, seed: int, strength: float
@@ -247,22 +262,29 @@ class ModuleSteps:
             _reseed(generator, seed)
         before = None if self._has_told else self._versions()
         with self._strengthened(strength):
-            for step in self.steps:
-                augmented = self._applied(step, augmented, counts, strength)
+            for call in self._calls:
+                augmented = self._applied(call, augmented, counts, strength)
         if before is not None:
-            self._check_buffers(before)
+            self._has_told = True
+            for name, version in self._versions().items():
+                if before.get(name) != version:
+                    raise ConfigError(
+                        f"{self._setting} changes its own buffer {name!r}, so its images would depend on the "
+                        "micro-batches before, and on the number of ranks: call module.eval() before you pass it"
+                    )
         return augmented
 
     def _applied(
-        self, step: Any, augmented: Augmented, counts: np.ndarray, strength: float
+        self, call: _Call, augmented: Augmented, counts: np.ndarray, strength: float
     ) -> Augmented:
+        step = call.step
         try:
             if mixes_labels(step):
                 return _mixed(step, augmented, counts)
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
-            more = {"strength": strength} if id(step) in self._take_strength else {}
-            if LABEL in augmented.targets and id(step) in self._take_target:
+            more = {"strength": strength} if call.takes_strength else {}
+            if LABEL in augmented.targets and call.takes_target:
                 return _replaced(step, augmented, counts, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
@@ -272,41 +294,28 @@ class ModuleSteps:
             if not type(step).__module__.startswith(libraries):
                 # its traceback is the user's own code
                 raise
-            raise ConfigError(self._failed(step, augmented, error)) from error
+            keys = ", ".join(["image", *augmented.targets])
+            raise ConfigError(
+                f"{call.setting}: {type(step).__name__} fails on {keys} of "
+                f"{tuple(augmented.image.shape)}: {type(error).__name__}: {error} (at {raised_at(error)})"
+            ) from error
         if (
             not isinstance(result, torch.Tensor)
             or result.ndim != 4
             or len(result) != len(augmented.image)
         ):
             raise ConfigError(
-                f"{self._title(step)} returned {shape_of(result)} for images of "
+                f"{call.setting} returned {shape_of(result)} for images of "
                 f"{tuple(augmented.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
             )
         return replace(augmented, image=result)
 
-    def _title(self, step: Any) -> str:
-        """Return the setting that a step is of."""
-        if any(step is operation for operation in self._operations):
-            return "augment.ops"
-        return f"augment.module={self._name}"
-
-    def _failed(self, step: Any, augmented: Augmented, error: Exception) -> str:
-        keys = ", ".join(["image", *augmented.targets])
-        shape = tuple(augmented.image.shape)
-        return (
-            f"{self._title(step)}: {type(step).__name__} fails on {keys} of {shape}: "
-            f"{type(error).__name__}: {error} (at {raised_at(error)})"
-        )
-
     @contextlib.contextmanager
     def _strengthened(self, strength: float) -> Iterator[None]:
         """Context manager: the probabilities of Kornia's operations are scaled."""
-        if strength >= 1 or not self._scaled:
-            yield
-            return
-        for (module, name), whole in self._scaled.items():
-            setattr(module, name, whole * strength)
         try:
+            for (module, name), whole in self._scaled.items():
+                setattr(module, name, whole * strength)
             yield
         finally:
             for (module, name), whole in self._scaled.items():
@@ -317,20 +326,6 @@ class ModuleSteps:
             name: (id(buffer), buffer._version)
             for name, buffer in self._module.named_buffers()
         }
-
-    def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
-        """Refuse a module that remembers: its images would depend on what this rank had before."""
-        self._has_told = True
-        changed = [
-            name
-            for name, version in self._versions().items()
-            if before.get(name) != version
-        ]
-        if changed:
-            raise ConfigError(
-                f"augment.module={self._name} changes its own buffer {changed[0]!r}, so its images would depend "
-                "on the micro-batches before, and on the number of ranks: call module.eval() before you pass it"
-            )
 
 
 @contextlib.contextmanager
@@ -359,13 +354,9 @@ def _moved(step: Any, augmented: Augmented) -> Augmented:
             given["class"] = targets[LABEL]
         keys = [_GIVEN[key.name] for key in step.data_keys]
         returned = step(*(given[key] for key in keys))
-        results = dict(
-            zip(
-                keys,
-                returned if isinstance(returned, list | tuple) else [returned],
-                strict=True,
-            )
-        )
+        if len(keys) == 1:
+            returned = [returned]
+        results = dict(zip(keys, returned, strict=True))
     image = results["image"]
     height, width = image.shape[-2:]
     if "mask" in results:
@@ -485,26 +476,15 @@ def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(like.device, non_blocking=True)
 
 
-def _move(modules: list[nn.Module], device: torch.device) -> None:
-    """Move weights and buffers, but not Kornia's samplers, which go with its modules otherwise."""
-    for module in modules:
-        if not type(module).__module__.startswith("kornia.augmentation"):
-            # they hold parameters to draw with
-            nn.Module._apply(module, lambda tensor: tensor.to(device), recurse=False)
-
-
 def _probabilities(module: Any) -> dict[tuple[nn.Module, str], float]:
     """Return the probabilities of Kornia's operations in a module that the strength scales."""
     probabilities: dict[tuple[nn.Module, str], float] = {}
     for child in module.modules() if isinstance(module, nn.Module) else ():
         if type(child).__name__ in CHANGES_SIZE | {"Normalize", "Denormalize"}:
             continue
-        if mixes_labels(child):
-            probabilities[child, "p_batch"] = float(getattr(child, "p_batch"))  # noqa: B009  a module has any attributes
-        elif kornia_class(child, "AugmentationBase2D") or kornia_class(
-            child, "MixAugmentationBaseV2"
-        ):
-            probabilities[child, "p"] = float(getattr(child, "p"))  # noqa: B009
+        if kornia_class(child, "AugmentationBase2D", "MixAugmentationBaseV2"):
+            name = "p_batch" if mixes_labels(child) else "p"
+            probabilities[child, name] = float(getattr(child, name))
     return probabilities
 
 
@@ -516,10 +496,6 @@ def _named(module: Any) -> str:
 
 def _call_of(module: Any) -> Callable[..., Any]:
     return module.forward if isinstance(module, nn.Module) else module
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch._C.Generator | np.random.Generator | random.Random)
 
 
 def _reseed(generator: Any, seed: int) -> None:

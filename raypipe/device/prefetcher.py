@@ -192,12 +192,9 @@ class Batch(Unlike, instead=_INSTEAD):
             return value
 
         fields = {name: moved(value) for name, value in self.fields.items()}
-        if self.mix:
-            mix = replace(
-                self.mix, target=moved(self.mix.target), lam=moved(self.mix.lam)
-            )
-        else:
-            mix = None
+        mix = self.mix
+        if mix:
+            mix = replace(mix, target=moved(mix.target), lam=moved(mix.lam))
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
 
 
@@ -251,7 +248,7 @@ def on_device(
         hash_of: the hash of a micro-batch as it comes; None = it has none.
 
     Raises:
-        ConfigError: depth < 1, or the device is neither CUDA nor CPU.
+        ConfigError: the device is neither CUDA nor CPU.
     """
 
     def prepared(host: MicroBatch) -> MicroBatch:
@@ -262,54 +259,35 @@ def on_device(
     source = map(prepared, batches) if hash_of or decode else batches
     through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
 
-    def made(
-        host: MicroBatch,
-        tensors: Sequence[torch.Tensor] | None = None,
-        copied: Any = None,
-    ) -> Batch:
+    def made(host: MicroBatch, tensors: Sequence[torch.Tensor] | None = None) -> Batch:
         with pinned(through.device):
             if tensors is None:  # without a ring
                 tensors = [view(array).to(through.device) for array in _arrays(host)]
-            facts = {"seed": seed_of(host.position), "copied": copied, **facts_of(host)}
-            return _batch(host, tensors, through.device, facts)
+            fields = _fields(host, tensors)
+            copied = through.copied  # without a ring there was none
+            if host.ready is not None:
+                # an image that was decoded is made on the current stream
+                copied = None
+                hand_over(host.ready, [fields[IMAGE]], through.device)
+            return Batch(
+                fields=fields,
+                weight=tensors[0],
+                target_host=host[LABEL],
+                seed=seed_of(host.position),
+                copied=copied,
+                **{name: getattr(host, name) for name in _SAME},
+                **facts_of(host),
+            )
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
             for host, tensors in pairs:
-                # an image that was decoded is made on the current stream
-                yield made(
-                    host, tensors, through.copied if host.ready is None else None
-                )
+                yield made(host, tensors)
                 del host, tensors
 
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
     return map(made, source)
-
-
-def _batch(
-    host: MicroBatch,
-    tensors: Sequence[torch.Tensor],
-    device: torch.device,
-    facts: Mapping[str, Any],
-) -> Batch:
-    """Make the batch of a micro-batch.
-
-    Args:
-        tensors: the arrays of `_arrays`, on the device.
-        facts: further attributes, by name.
-    """
-    fields = _fields(host, tensors)
-    if host.ready is not None:
-        hand_over(host.ready, [fields[IMAGE]], device)
-    same = {name: getattr(host, name) for name in _SAME}
-    return Batch(
-        fields=fields,
-        weight=tensors[0],
-        target_host=host[LABEL],
-        **same,
-        **facts,
-    )
 
 
 def _arrays(host: MicroBatch) -> list[np.ndarray]:
@@ -351,12 +329,9 @@ def _fields(host: MicroBatch, arrays: Sequence[torch.Tensor]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
-            unpacked = values.unpacked()
-            fields[name] = (
-                [view(array) for array in unpacked]
-                if values.kind == "ragged"
-                else unpacked
-            )
+            fields[name] = values.unpacked()
+            if values.kind == "ragged":
+                fields[name] = list(map(view, fields[name]))
         elif name in images:
             # NHWC in memory is channels_last as it stands
             fields[name] = images[name].movedim(-1, -3)

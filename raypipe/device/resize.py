@@ -122,7 +122,9 @@ def _weights(
     """
     is_cubic = int(of_resize[0, FILTER]) == CUBIC
     radius = 2 if is_cubic else 1
-    num_taps = _num_taps(radius, lengths / of_resize[:, RESIZED])
+    # at most so many pixels before the resize make one behind it
+    most = radius * max(1.0, (lengths / of_resize[:, RESIZED]).max())
+    num_taps = 2 * math.ceil(most) + 2
     columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])
     length, resized, first_position, step = (
         to_device(columns[:, :, None, None], device).double().unbind(1)
@@ -139,15 +141,13 @@ def _weights(
     taps = first + torch.arange(num_taps, device=device)
     distance = ((2 * taps + 1) * resized - middle).abs_()
     wide = 2 * torch.maximum(length, resized)
-    weights = (_cubic if is_cubic else _triangle)(distance, wide)
+    if is_cubic:
+        weights = _cubic(distance, wide)
+    else:
+        weights = (wide - distance).clamp_min_(0)
     weights = torch.where((taps >= 0) & (taps < length), weights, 0)
     weights = torch.where(is_inside, _in_whole_numbers(weights), 0)
     return _spread(weights.float(), taps.long(), num)
-
-
-def _num_taps(radius: int, scales: np.ndarray) -> int:
-    """Return how many pixels before a resize make one behind it, at most, by the largest of the scales."""
-    return 2 * math.ceil(radius * max(1.0, scales.max())) + 2
 
 
 def _in_whole_numbers(weights: torch.Tensor) -> torch.Tensor:
@@ -164,10 +164,6 @@ def _spread(weights: torch.Tensor, taps: torch.Tensor, num: int) -> torch.Tensor
     wider = torch.zeros(shape, device=weights.device)
     wider.scatter_(2, taps + num_taps, weights)
     return wider[:, :, num_taps : num_taps + num]
-
-
-def _triangle(distance: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    return (unit - distance).clamp_min_(0)
 
 
 def _cubic(distance: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from queue import SimpleQueue
@@ -127,6 +128,7 @@ def _view_quietly(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
+@dataclass(eq=False)
 class Ring(Generic[Item]):
     """Iterates over (item, its arrays on the device), `depth` transfers ahead of the consumer.
 
@@ -137,56 +139,42 @@ class Ring(Generic[Item]):
     Each iteration draws the items again, in a thread. Closing the iterator ends the thread and closes the
     source's iterator, if that can be closed.
 
-    Args:
+    Attributes:
         items: the source.
         arrays_of: returns the arrays of an item to move to the device, possibly read-only.
-        device: CUDA, or CPU.
-        depth: transfers in flight or done, besides the item in use.
+        device: CUDA, or CPU, where the tensors are; on CUDA, with its number.
+        depth: transfers in flight or done, besides the item in use; at least 1.
         keep: items that stay valid besides the newest; each takes a slot, on the host and on the device.
         on_copied: called in the thread, for each item, with `metrics.mark`s of the copy stream before and after
             the transfer.
         staged: called in the thread with each item whose arrays were copied to pinned memory; returns the item
             to hand out instead, such as one without its arrays, whose memory is then freed at once.
-
-    Attributes:
-        device: where the tensors are; on CUDA, with its number.
         copied: event behind the transfer of the newest item, for another stream; None before the first.
 
     Raises:
-        ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the source raises,
+        ConfigError: the device is neither CUDA nor CPU. Iterating raises what the source raises,
             after the items that came before.
     """
 
-    def __init__(
-        self,
-        items: Iterable[Item],
-        arrays_of: Callable[[Item], Sequence[np.ndarray]],
-        device: torch.device | str,
-        depth: int = 2,
-        keep: int = 0,
-        on_copied: OnCopied | None = None,
-        staged: Callable[[Item], Item] = lambda item: item,
-    ) -> None:
-        if depth < 1:
-            raise ConfigError(
-                f"depth is {depth}: the ring needs at least 1 slot besides the one in use"
-            )
-        self.device = numbered(device)
-        self._items = items
-        self._arrays_of = arrays_of
-        self._on_copied = on_copied
-        self._staged = staged
-        self._depth = depth
-        self._keep = keep
-        self.copied: Any = None
+    items: Iterable[Item]
+    arrays_of: Callable[[Item], Sequence[np.ndarray]]
+    device: torch.device
+    depth: int = 2
+    keep: int = 0
+    on_copied: OnCopied | None = None
+    staged: Callable[[Item], Item] = lambda item: item
+    copied: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.device = numbered(self.device)
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
         # Here and not in the thread: a DataLoader draws its seed, from the global generator, as it is iterated.
-        source = iter(self._items)
+        source = iter(self.items)
         backend: Any = torch.get_device_module(self.device)
         filled: SimpleQueue[Any] = SimpleQueue()  # (item, slot), or an error, or None
         free: deque[_Slot] = deque()
-        room = threading.Semaphore(self._depth)
+        room = threading.Semaphore(self.depth)
         stopped = threading.Event()
         arguments = (source, filled, free, room, stopped)
         thread = threading.Thread(
@@ -210,7 +198,7 @@ class Ring(Generic[Item]):
                     host_item,
                     entry,
                 )
-                if len(used) > self._keep:
+                if len(used) > self.keep:
                     slot, stream = used.popleft()
                     # The work on it may have gone on under the stream that is current now.
                     slot.release(stream, backend.current_stream(self.device))
@@ -232,22 +220,22 @@ class Ring(Generic[Item]):
         """Runs in a thread: items into slots, until the source ends or the consumer stops."""
         try:
             torch.get_device_module(self.device).set_device(self.device)
-            free.extend(_Slot(self.device) for _ in range(self._depth + self._keep + 1))
+            free.extend(_Slot(self.device) for _ in range(self.depth + self.keep + 1))
             try:
                 for host_item in source:
-                    arrays = self._arrays_of(host_item)
+                    arrays = self.arrays_of(host_item)
                     room.acquire()
                     if stopped.is_set():
                         break
                     # At most depth - 1 others are filled and keep + 1 in use: of depth + keep + 1, one is free.
                     slot = free.popleft()
                     with traced("ring") as filling:
-                        slot.fill(arrays, self._on_copied)
+                        slot.fill(arrays, self.on_copied)
                         place = getattr(host_item, "position", None)
                         if filling is not None and place:
                             filling.append(place)
                     del arrays
-                    host_item = self._staged(host_item)
+                    host_item = self.staged(host_item)
                     filled.put((host_item, slot))
                     del host_item
             finally:
@@ -299,20 +287,19 @@ class _Slot:
                 self.memory = torch.empty(
                     num_bytes, dtype=torch.uint8, device=self._device
                 )
-        self.tensors = tuple(
-            _part(self.memory, *placement)
-            for placement in zip(starts, arrays, strict=True)
-        )
-        for placement in zip(starts, arrays, strict=True):
+        tensors = []
+        for start, array in zip(starts, arrays, strict=True):
+            tensors.append(_part(self.memory, start, array))
             # torch would warn of read-only arrays
-            np.copyto(_part(self._host, *placement).numpy(), placement[1])
+            np.copyto(_part(self._host, start, array).numpy(), array)
+        self.tensors = tuple(tensors)
         with self._backend.stream(self._stream):
             for event in self._consumed:
                 event.wait(self._stream)
-            start = mark(self._device) if on_copied else None
+            began = mark(self._device) if on_copied else None
             self.memory[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
             if on_copied:
-                on_copied(start, mark(self._device))
+                on_copied(began, mark(self._device))
             self.copied.record(self._stream)
 
     def release(self, *streams: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.augment import DeviceAugment, Finish, Normalize
+from raypipe.device.augment import DeviceAugment, Finish, Normalize, finished
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -22,7 +22,6 @@ from raypipe.plan.places import Split
 from raypipe.progress import print_progress
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending, normalization
-from raypipe.transform.fields import images_in
 
 _logger = logging.getLogger(__name__)
 
@@ -53,20 +52,24 @@ class DeviceStage:
         tells: bool,
     ) -> None:
         self._device = numbered(device)
+        self._dtype = dtype
         self._batches = batches
         self._tells = tells
         self._seen = set[Split]()
-        endings = batches.endings
-        self._dtypes = {
-            split: dtype or getattr(torch, ending.dtype, torch.float32)
-            for split, ending in endings.items()
-        }
-        self._train_dtype = self._dtypes.get("train", dtype or torch.float32)
-        self.config = normalization(augment, endings.get("train")) if augment else None
+        splits: tuple[Split, ...] = ("train", "val")
         self._configs = {
-            split: normalization(augment, ending, split)
-            for split, ending in endings.items()
+            split: normalization(augment, batches.endings.get(split), split)
+            for split in splits
         }
+        self.config = augment and self._configs["train"]
+
+    def _dtype_of(self, split: Split) -> torch.dtype:
+        """The dtype of a split's images: as given, or that of its pipeline, or of the training's."""
+        endings = self._batches.endings
+        ending = endings.get(split) or endings.get("train")
+        if self._dtype or not ending:
+            return self._dtype or torch.float32
+        return getattr(torch, ending.dtype, torch.float32)
 
     @functools.cached_property
     def augment(self) -> DeviceAugment | None:
@@ -74,20 +77,21 @@ class DeviceStage:
         if self.config is None:
             return None
         return DeviceAugment(
-            self.config, self._device, self._train_dtype, self._batches
+            self.config, self._device, self._dtype_of("train"), self._batches
         )
 
     @functools.cached_property
     def _normalize(self) -> dict[Split, Normalize]:
-        """The normalization of each split whose pipeline had an ending; one without is left out."""
+        """The normalization of each split; one whose images stay as they come is left out."""
         normalize = {}
         with pinned(self._device):
             for split, config in self._configs.items():
-                if self.augment and not self._batches.endings[split].normalizes:
+                ending = self._batches.endings.get(split)
+                if self.augment and not (ending and ending.normalizes):
                     # a Normalize at the end of its module is that of validations, too
                     config = self.augment.config
                 if config:
-                    dtype = self._dtypes[split]
+                    dtype = self._dtype_of(split)
                     normalize[split] = Normalize(config, self._device, dtype)
         return normalize
 
@@ -108,29 +112,23 @@ class DeviceStage:
             if not self._seen:
                 self._describe()
             if makes_floats and not (ending and ending.is_own):
-                self._warn_of_floats(split, bool(ending))
-        self._seen.add(split)
-        finish = self._finish_of(batch, ending) if ending else None
-        is_augmented = self.augment is not None and split == "train"
-        is_recorded = self.augment is not None and self.augment.config.differentiable
-        if finish and not is_augmented and not is_recorded:
-            with pinned(self._device):
-                images = images_in(batch.fields).items()
-                return batch.with_fields(
-                    {name: finish(image) for name, image in images}
+                applied = ", and augment.mean and augment.std apply to them"
+                _logger.warning(
+                    "transform.%s returns float images, which are taken as they are: float32 travels, four times "
+                    "the bytes of uint8%s",
+                    split,
+                    applied if self.augment and not ending else "",
                 )
+        self._seen.add(split)
+        finish: Finish | None = self._normalize.get(split)
+        if ending and (finish is None or (makes_floats and not ending.is_own)):
+            finish = functools.partial(torch.Tensor.to, dtype=self._dtype_of(split))
         if self.augment is not None:
             return self.augment.of_batch(batch, strength, finish)
-        return batch
-
-    def _finish_of(self, batch: Batch, ending: Ending) -> Finish:
-        """What makes the model's input of the images of a batch whose pipeline had an ending."""
-        split = batch.position.split
-        normalize = self._normalize.get(split)
-        is_done = batch.image.is_floating_point() and not ending.is_own
-        if normalize is None or is_done:
-            return lambda image: image.to(self._dtypes[split])
-        return normalize
+        if finish is None:
+            return batch
+        with pinned(self._device):
+            return finished(batch, finish)
 
     def _describe(self) -> None:
         """Say what is done with the images, and where."""
@@ -146,17 +144,6 @@ class DeviceStage:
                 _logger,
                 "transform.train and transform.val end differently, and so each split has images of its own kind",
             )
-
-    def _warn_of_floats(self, split: Split, has_ending: bool) -> None:
-        applied = ""
-        if self.augment and not has_ending:
-            applied = ", and augment.mean and augment.std apply to them"
-        _logger.warning(
-            "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
-            "bytes of uint8%s",
-            split,
-            applied,
-        )
 
 
 def _line(ending: Ending, split: Split) -> str:

@@ -122,7 +122,7 @@ def _add_augmented(rows: Rows, remade: Remade, augment: DeviceAugment) -> None:
     views = remade.finished.views
     titles = list(_titles_of(views)) or [""]
     # Kornia's modules keep the draws of one crop
-    steps = augment.modules.steps if augment.modules and not views else []
+    steps = [] if views else augment.modules.steps
     for row in rows:
         number = row["row"]
         if row["index"] == PADDING:

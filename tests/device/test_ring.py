@@ -196,12 +196,6 @@ def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(
     until(lambda: num_threads() == 0)
 
 
-@pytest.mark.parametrize("depth", [0, -1])
-def test_the_depth_is_at_least_one(depth: int) -> None:
-    with pytest.raises(ConfigError, match=f"depth is {depth}"):
-        ring_of([], depth)
-
-
 def test_a_device_without_a_number_is_the_one_that_is_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -180,20 +180,14 @@ class _LightningEpochs(SharedEpochs):
             else:
                 epoch = loop.epoch_progress.current.processed
             self.go_to(epoch, step)
-        if (
-            split == "val"
-            and trainer is not None
-            and self.epoch
-            and _has_trained(trainer.fit_loop)
-        ):
-            self.epoch.train.leave()  # Lightning does not tell its iterator
+        if split == "val" and trainer is not None and self.epoch:
+            loop = trainer.fit_loop
+            batches = loop.epoch_loop.batch_progress
+            is_over = batches.is_last_batch
+            # to its end, or up to Lightning's limit
+            if is_over or 0 < loop.max_batches <= batches.current.ready:
+                self.epoch.train.leave()  # Lightning does not tell its iterator
         return super().next(split)
-
-
-def _has_trained(loop: Any) -> bool:
-    """Return whether a fit has trained an epoch to its end, or up to its limit."""
-    batches = loop.epoch_loop.batch_progress
-    return batches.is_last_batch or 0 < loop.max_batches <= batches.current.ready
 
 
 class _WholeSteps(pl.Callback):

@@ -226,11 +226,9 @@ class StreamTrainer(transformers.Trainer):
         **kwargs: Any,
     ) -> Any:
         """Call `transformers.Trainer.train`, after moving the loader to the checkpoint's position."""
-        newest = resume_from_checkpoint is True
-        if newest:
+        last = resume_from_checkpoint or None
+        if last is True:
             last = get_last_checkpoint(self.args.output_dir)
-        else:
-            last = resume_from_checkpoint or None
         if last:
             state = json.loads(Path(str(last), "trainer_state.json").read_text())
             place = state.get("stateful_callbacks", {}).get(_PLACE)
@@ -279,15 +277,10 @@ class StreamTrainer(transformers.Trainer):
                 ignore_mismatched_sizes=True,  # the user may have replaced parts of the model
                 output_loading_info=True,
             )
-            new = {
-                *report["missing_keys"],
-                *(name for name, *_ in report["mismatched_keys"]),
-            }
-            values = {
-                name: value
-                for name, value in translated.state_dict().items()
-                if name not in new
-            }
+            mismatched = [name for name, *_ in report["mismatched_keys"]]
+            values = translated.state_dict()
+            for name in (*report["missing_keys"], *mismatched):
+                values.pop(name, None)
             self.model.load_state_dict(
                 {name: values[name] for name in missing if name in values}, strict=False
             )

@@ -258,14 +258,13 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
 def _how_to_continue(run: RunConfig, run_uri: str) -> str:
     """Return the message for a stopped run: its checkpoint, and the command to continue."""
     checkpoint = _newest_name(run_uri)
-    if checkpoint:
-        state = f"stopped with {checkpoint}"
-    else:
-        state = "stopped before the first checkpoint"
+    state = f"stopped with {checkpoint}"
     if checkpoint is None:
         state = (
             "stopped while storage does not answer, so the newest checkpoint is unknown"
         )
+    elif not checkpoint:
+        state = "stopped before the first checkpoint"
     return f"{state}. Continue with: {_command(run, run_uri)}"
 
 
@@ -366,17 +365,15 @@ def _fit(
 
 def _as_run_error(error: Exception, run: RunConfig, run_uri: str) -> RaypipeError:
     """Return the error of a failed run, and leave it in its folder: raypipe's own, or one with a traceback."""
-    cause = cause_of(error)
-    if isinstance(cause, RaypipeError):
-        _record_error(run_uri, str(cause))
-        return cause
-    if is_head_lost():
-        lost = RunError(
+    cause: BaseException = cause_of(error)
+    if not isinstance(cause, RaypipeError) and is_head_lost():
+        cause = RunError(
             f"the head of the Ray cluster no longer answers ({explanation(error)}): restart the cluster, then "
             f"continue with: {_command(run, run_uri)}"
         )
-        _record_error(run_uri, str(lost))
-        return lost
+    if isinstance(cause, RaypipeError):
+        _record_error(run_uri, str(cause))
+        return cause
     problem = _record_error(
         run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}"
     )

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 import torch
 from torch import nn
 
-from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
+from raypipe.config import AugmentConfig, RunConfig, TrainConfig
 from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
@@ -15,7 +15,12 @@ from raypipe.streaming.saving.checkpoints import Checkpoint
 from raypipe.streaming.saving.stateful import loaded
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.learning import NO_VIEWS, Learner
-from raypipe.train.models import build_loss, build_metric, build_optimizer
+from raypipe.train.models import (
+    build_loss,
+    build_metric,
+    build_optimizer,
+    build_schedule,
+)
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.device_input import IMAGES, DeviceInput
 from raypipe.transform.views import makes_views
@@ -23,16 +28,16 @@ from raypipe.transform.views import makes_views
 
 def check_code(config: TrainConfig, channels: int) -> None:
     """Raise ConfigError if a setting names a model or a function that does not exist."""
-    names: tuple[Imported, ...] = ("model", "loss", "optimizer", "lr_schedule")
-    for name in names:
-        if ":" in config.named(name)[0]:
-            config.imported(name)
-    if ":" not in config.model_name:
+    if ":" in config.model_name:
+        config.imported("model")
+    else:
         check_model(config.model_name, channels)
-    if ":" not in config.named("optimizer")[0]:
+    if ":" in config.named("optimizer")[0]:
+        config.imported("optimizer")
+    else:
         build_optimizer(nn.Linear(1, 1), config)
-    if ":" not in config.named("loss")[0]:
-        build_loss(config)
+    build_loss(config)
+    build_schedule(config)
     build_metric(config)
 
 
@@ -112,10 +117,9 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
 
 def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     """Return the number of a model's outputs for targets that are not classes."""
-    num = run.train.num_classes or {
-        0: 1,
-        1: target.shape[-1] if target.shape else 0,
-    }.get(len(target.shape), 0)
+    num = run.train.num_classes
+    if not num and len(target.shape) < 2:
+        num = target.shape[0] if target.shape else 1
     if not num:
         raise ConfigError(
             f"targets are {target}: set num_classes in train.model, the number of its outputs"

@@ -33,11 +33,10 @@ def flattened(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by whole name, such as `plan.seed`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= (
-            flattened(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 

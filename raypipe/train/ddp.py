@@ -34,22 +34,21 @@ class RankGradients:
         self, model: nn.Module, per_step: int, world_size: int, is_ordered: bool
     ) -> None:
         self.model = model
-        self._ordered: OrderedGradients | None = None
-        self._ddp: DistributedDataParallel | None = None
+        self.divisor = per_step  # the ordered sum adds, while DDP averages
         per_rank = per_step // world_size
+        self._ordered: OrderedGradients | None = None
         if is_ordered:
-            self.divisor = per_step  # the ordered sum adds, while DDP averages
             self._ordered = OrderedGradients(model, per_rank, world_size)
             return
         self.divisor = per_rank
         if world_size > 1:
-            self.model = self._ddp = _ddp_of(model)
+            self.model = _ddp_of(model)
 
     def of_micro_batch(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager of a forward and backward; DDP sums over ranks after the last one of a step."""
-        if self._ddp is None or is_last:
+        if is_last or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
-        return self._ddp.no_sync()
+        return self.model.no_sync()
 
     def take(self) -> None:
         """Add the gradient of a micro-batch; call after its backward."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from raypipe.config import RunConfig
 from raypipe.device import mixed_losses
+from raypipe.device.modules import shape_of
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.train.ddp import RankGradients
@@ -103,8 +104,11 @@ class Learner:
             **config.model_arguments,
         )
         self._model = model.to(device)
-        if on_cuda:
-            self._model = _made_fast(self._model)
+        if on_cuda:  # the layout that is fastest there, and fast kernels
+            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.allow_tf32 = True
+            torch.backends.cuda.matmul.allow_tf32 = True
+            self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._batch_norm = StepBatchNorm(
             self._model, run.plan.per_step // world_size, world_size
         )
@@ -173,9 +177,9 @@ class Learner:
         return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
 
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
-        if _shape_of(losses) != (num_samples,):
+        if shape_of(losses) != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} returned {_shape_of(losses)} for {num_samples} samples: it must "
+                f"train.loss={self._config.loss} returned {shape_of(losses)} for {num_samples} samples: it must "
                 "return one loss per sample (reduction='none')"
             )
         return losses
@@ -198,7 +202,7 @@ class Learner:
             )
         if not ok:
             raise ConfigError(
-                f"train.model={config.model_name} returned {_shape_of(logits)} for {rows} images: it must return "
+                f"train.model={config.model_name} returned {shape_of(logits)} for {rows} images: it must return "
                 f"a tensor ({rows}, {num})"
             )
         return logits.float()
@@ -240,11 +244,10 @@ class Learner:
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         saved = state["state"]
-        names = {name for parameter_state in saved.values() for name in parameter_state}
         name, _ = self._config.named("optimizer")
         is_known = name in ("sgd", "adamw")
-        was_adamw = "exp_avg" in names
-        if is_known and names and was_adamw != (name == "adamw"):
+        was_adamw = any("exp_avg" in of_parameter for of_parameter in saved.values())
+        if is_known and any(saved.values()) and was_adamw != (name == "adamw"):
             raise ConfigError(
                 "the checkpoint has the state of a different optimizer: set train.optimizer to "
                 f"{'adamw' if was_adamw else 'sgd'}"
@@ -260,21 +263,6 @@ class Learner:
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if is_known:
             fit_state(self._optimizer)
-
-
-def _shape_of(result: object) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
-    if isinstance(result, torch.Tensor):
-        return tuple(result.shape)
-    return type(result).__name__
-
-
-def _made_fast(model: nn.Module) -> nn.Module:
-    """Return a model on a CUDA device in the layout that is fastest there, and let torch choose fast kernels."""
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:

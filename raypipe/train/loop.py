@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from raypipe import StreamSpec, loader
 from raypipe.config import RunConfig
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
@@ -141,12 +140,6 @@ class Trainer:
         """End the stream and the log, and wait for the checkpoint that is being written."""
         self.loader.close()
 
-    def _summed(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-        return sums
-
     def _of_all_ranks(self, value: _T) -> list[_T]:
         """Return the values of all ranks, which call this."""
         if self.world_size == 1:
@@ -161,7 +154,13 @@ class Trainer:
         for batch in batches:
             if begins_step:
                 samples = []
-                self._lr = self._rate_at(batch)
+                steps_per_epoch = self.plan.steps_per_epoch
+                self._lr = self._schedule(
+                    self.plan.global_step(batch.position),
+                    self.plan.config.epochs * steps_per_epoch,
+                    round(self.run.train.warmup_epochs * steps_per_epoch),
+                    self.run.peak_lr,
+                )
                 self.learner.begin_step(self._lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))
@@ -171,23 +170,17 @@ class Trainer:
                 if self.loader.stopping:
                     return
 
-    def _rate_at(self, batch: Batch) -> float:
-        """Return the learning rate of the step of a batch."""
-        steps_per_epoch = self.plan.steps_per_epoch
-        return self._schedule(
-            self.plan.global_step(batch.position),
-            self.plan.config.epochs * steps_per_epoch,
-            round(self.run.train.warmup_epochs * steps_per_epoch),
-            self.run.peak_lr,
-        )
-
     def _end_step(self, samples: _Samples, ends_epoch: bool) -> None:
         """Update the weights, and make the records and the checkpoint that are due."""
         config = self.run.train
         done = self.loader.global_step
         self.learner.end_step(done)
         if "samples" in config.log:
-            self._log_samples(samples)
+            ranks = self._of_all_ranks(samples)
+            if log := self._metrics.run_log.log:
+                rows = [row for rank in ranks for row in rank]
+                rows.sort(key=lambda row: row[0].micro)
+                log.write_samples(rows, self.plan.global_step(rows[0][0]) + 1)
         if self._start is not None and self.loader.pool_has_begun:
             # every rank has its micro-batches, and the pool its CPUs
             ray.kill(self._start)
@@ -206,23 +199,15 @@ class Trainer:
                 self._log_train()
             self._save()
 
-    def _log_samples(self, samples: _Samples) -> None:
-        ranks = self._of_all_ranks(samples)
-        if log := self._metrics.run_log.log:
-            rows = sorted(
-                (row for rank in ranks for row in rank), key=lambda row: row[0].micro
-            )
-            step = self.plan.global_step(samples[0][0]) + 1
-            log.write_samples(rows, step)
-
     def _log_train(self, shows: bool = False) -> None:
         """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""
         self._has_logged = True
         loss_sum = torch.zeros(1, device=self.device)
         for term in self._losses:
             loss_sum += term
-        num_losses = len(self._losses) * self.world_size
-        loss = self._summed(loss_sum).item() / num_losses
+        if self.world_size > 1:
+            dist.all_reduce(loss_sum)
+        loss = loss_sum.item() / (len(self._losses) * self.world_size)
         self._losses = []
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()

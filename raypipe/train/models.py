@@ -82,26 +82,16 @@ def small_model(num_classes: int, channels: int = 3) -> nn.Module:
     )
 
 
-class _NotCompiled(torch.optim.Optimizer):
-    """Base of optimizers whose methods do not import torch's compiler, as torch's own do at their first call.
+def _without_compiler(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return a class of optimizers whose methods do not import torch's compiler at their first call.
 
     That import takes more than a second of CPU time, before the first step of every trainer. The methods are
     torch's own, without the decorators that keep a compiler out of them.
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.step = torch.no_grad()(inspect.unwrap(cls.step))  # type: ignore[method-assign]
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-            setattr(cls, name, inspect.unwrap(getattr(cls, name)))
-
-
-class _SGD(_NotCompiled, torch.optim.SGD):
-    pass
-
-
-class _AdamW(_NotCompiled, torch.optim.AdamW):
-    pass
+    names = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    methods["step"] = torch.no_grad()(methods["step"])
+    return type(kind.__name__, (kind,), methods)
 
 
 def build_optimizer(
@@ -137,9 +127,11 @@ def build_optimizer(
     if name == "sgd":
         momentum = arguments.setdefault("momentum", 0.9)
         arguments.setdefault("nesterov", momentum > 0)
-    make = {"sgd": _SGD, "adamw": _AdamW}[name]
+    kind = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
     try:
-        optimizer = make(groups, lr=config.lr, fused=fused, **arguments)
+        optimizer = _without_compiler(kind)(
+            groups, lr=config.lr, fused=fused, **arguments
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train.optimizer {config.optimizer}: {error}") from None
     fit_state(optimizer)

@@ -177,7 +177,11 @@ class DeviceAugment:
             self.modules = ModuleSteps(config.module, self.device, batches, operations)
         self.drawn: list[FusedParams] = []
         self._stream: Any = None  # made when the first batch has come from a ring
-        self._runs_apart = not config.differentiable and not _has_state(config.module)
+        # weights and buffers, or what a function keeps: the loop may be writing them in another stream
+        state = [config.module] if config.module else []
+        if isinstance(config.module, nn.Module):
+            state = [*config.module.parameters(), *config.module.buffers()]
+        self._runs_apart = not config.differentiable and not state
         self._targets = (*targets, LABEL) if batches.has_target else targets
         if self.modules.mixes and self._mixing:
             raise ConfigError(
@@ -399,13 +403,6 @@ def _fitting_preset(config: AugmentConfig, targets: bool) -> Fused | None:
     if targets and preset:
         raise _moves(f"the preset {config.preset}")
     return preset
-
-
-def _has_state(module: Any) -> bool:
-    """Return whether a module has weights or buffers, which the loop may be writing in another stream."""
-    if not isinstance(module, torch.nn.Module):
-        return bool(module)  # a function may have some
-    return bool([*module.parameters(), *module.buffers()])
 
 
 def settings_of_device(config: AugmentConfig) -> dict[str, Any]:

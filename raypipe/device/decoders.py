@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,16 @@ class DeviceDecoder:
                 running[row] = self._threads.submit(
                     self._by_host, images[row], maps[row]
                 )
-            failed = self._fill_by_host(running, maps, out)
+            decoded = {}
+            failed = {}
+            for row, future in running.items():
+                try:
+                    pixels = torch.from_numpy(future.result())
+                except SampleError as error:
+                    failed[row] = str(error)
+                    continue
+                decoded[row] = pixels.permute(2, 0, 1).to(self.device)
+            self._place(decoded, maps, out)
             ended = mark(self.device)
             ready = new_event(self.device)
             ready.record(self._stream)
@@ -162,25 +171,6 @@ class DeviceDecoder:
                 else:
                     good[row] = image
             self._place(good, maps, out)
-
-    def _fill_by_host(
-        self,
-        running: dict[int, Future[np.ndarray]],
-        maps: np.ndarray,
-        out: torch.Tensor,
-    ) -> dict[int, str]:
-        """Take the images that threads decode into rows of uint8 (B, H, W, 3); return the errors of others."""
-        decoded = {}
-        failed = {}
-        for row, future in running.items():
-            try:
-                pixels = torch.from_numpy(future.result())
-            except SampleError as error:
-                failed[row] = str(error)
-                continue
-            decoded[row] = pixels.permute(2, 0, 1).to(self.device)
-        self._place(decoded, maps, out)
-        return failed
 
     def _by_host(self, image: np.ndarray, of_map: np.ndarray) -> np.ndarray:
         """The box of an image, uint8 (h, w, 3)."""

@@ -230,7 +230,11 @@ def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarr
             packed[:, _COLOR] = _colors(params)
             packed[:, _MEAN] = by_mean[:, None] * GRAY
         else:
-            packed[:, _BLEND] = _blends(params)
+            # the shares of a row's color and of its gray, from [0, 255] to [0, 1]
+            saturation = np.where(params.gray, 0.0, params.saturation)
+            shares = np.stack([saturation, 1 - saturation], 1)
+            lights = params.brightness * params.contrast / 255
+            packed[:, _BLEND] = shares * lights[:, None]
             packed[:, _MEAN_GRAY] = by_mean
         packed[:, _ERASE] = params.box
     return packed
@@ -270,15 +274,6 @@ def _colors(params: FusedParams) -> np.ndarray:
     color = np.where(params.gray[:, None, None], to_gray, color)
     color = color * (params.brightness * params.contrast / 255)[:, None, None]
     return np.swapaxes(color, 1, 2).reshape(-1, 9)
-
-
-def _blends(params: FusedParams) -> np.ndarray:
-    """The shares of a row's color and of its gray, from [0, 255] to [0, 1]; (B, 2)."""
-    saturation = np.where(params.gray, 0.0, params.saturation)
-    return (
-        np.stack([saturation, 1 - saturation], 1)
-        * (params.brightness * params.contrast / 255)[:, None]
-    )
 
 
 def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

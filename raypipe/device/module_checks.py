@@ -74,22 +74,18 @@ def check_steps(
         )
     for step in steps:
         if mixes_labels(step):
-            _check_mix(step, targets)
+            if targets:
+                raise ConfigError(
+                    f"augment.module: {_name(step)} mixes images, not masks and the like: leave it out"
+                )
+            if getattr(getattr(step, "_param_generator", None), "num_mix", 1) != 1:
+                raise ConfigError(
+                    f"augment.module: {_name(step)} mixes more than two targets: set num_mix=1"
+                )
         elif kornia_class(step, "AugmentationSequential"):
             _check_keys(step, targets, has_label)
         elif isinstance(step, nn.Module):
             _check_inner(step, [], targets, has_label)
-
-
-def _check_mix(step: Any, targets: Collection[str]) -> None:
-    if targets:
-        raise ConfigError(
-            f"augment.module: {_name(step)} mixes images, not masks and the like: leave it out"
-        )
-    if getattr(getattr(step, "_param_generator", None), "num_mix", 1) != 1:
-        raise ConfigError(
-            f"augment.module: {_name(step)} mixes more than two targets: set num_mix=1"
-        )
 
 
 def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:

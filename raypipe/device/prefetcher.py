@@ -119,11 +119,18 @@ class Batch(Unlike, instead=_INSTEAD):
     def collated(self) -> Any:
         """The nest that collate_fn made of a Dataset's items; its tensors are on the device, in their own memory.
 
-        None if no row of the batch counts.
+        None if no row of the batch counts. On a CPU the memory of its tensors serves later ones once nobody holds
+        on to them, see `reused_memory`.
         """
-        fields = dict(self.fields)
-        fields[TENSORS] = _copied(fields[TENSORS])
-        return unpack(fields)
+        values: torch.Tensor = self.fields[TENSORS]
+        if values.device.type == "cpu":
+            own = reused_memory(len(values))
+            # by NumPy: the threads of torch's copy spin for longer than it takes, on CPUs that actors need
+            np.copyto(own, values.numpy())
+            copied = torch.from_numpy(own)
+        else:
+            copied = values.clone()
+        return unpack({**self.fields, TENSORS: copied})
 
     def check_labels(self, num_classes: int) -> None:
         """Check on the host, without a wait, that labels are classes: a wrong one would end a GPU's process.
@@ -196,19 +203,6 @@ class Batch(Unlike, instead=_INSTEAD):
         if mix:
             mix = replace(mix, target=moved(mix.target), lam=moved(mix.lam))
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of bytes, uint8 (n,), which a loop may keep and write to.
-
-    On a CPU its memory serves later copies once nobody holds on to it, see `reused_memory`.
-    """
-    if values.device.type != "cpu":
-        return values.clone()
-    own = reused_memory(len(values))
-    # by NumPy: the threads of torch's copy spin for longer than it takes, on CPUs that actors need
-    np.copyto(own, values.numpy())
-    return torch.from_numpy(own)
 
 
 def facts_of(plan: Plan, world_size: int, host: MicroBatch) -> dict[str, Any]:

@@ -75,29 +75,18 @@ def _points(
     if op == Op.PAD:
         return points + np.array([p[2], p[0]])
     if op == Op.TURN:
-        return _turned(points, p[0], size, middle)
-    if op == Op.AFFINE:
-        return _mapped(points - middle, p[:6]) + middle
+        if p[0] & 4:
+            points = points[:, ::-1]
+            height, width = width, height
+        signs = np.array([-1 if p[0] & 1 else 1, -1 if p[0] & 2 else 1])
+        last = np.array([width, height]) - 1 + 2 * middle
+        return points * signs + np.where(signs < 0, last, 0)
+    if op == Op.AFFINE:  # given by where its pixels come from
+        a, b, c, d, e, f = (number / 2**32 for number in p[:6])
+        x, y = (points - middle).T - [[c], [f]]
+        moved = np.column_stack([e * x - b * y, a * y - d * x])
+        return moved / (a * e - b * d or 1.0) + middle
     return points
-
-
-def _turned(points: np.ndarray, code: int, size: _Size, middle: float) -> np.ndarray:
-    """Points behind a turn, whose code is the sum of that of `Turn`."""
-    height, width = size
-    if code & 4:
-        points, height, width = points[:, ::-1], width, height
-    signs = np.array([-1 if code & 1 else 1, -1 if code & 2 else 1])
-    last = np.array([width, height]) - 1 + 2 * middle
-    return points * signs + np.where(signs < 0, last, 0)
-
-
-def _mapped(points: np.ndarray, sources_q32: list[int]) -> np.ndarray:
-    """Points behind an affine map, which is given by where its pixels come from."""
-    a, b, c, d, e, f = (number / 2**32 for number in sources_q32)
-    determinant = a * e - b * d or 1.0
-    x = points[:, 0] - c
-    y = points[:, 1] - f
-    return np.column_stack([e * x - b * y, a * y - d * x]) / determinant
 
 
 def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: _Size) -> np.ndarray:

@@ -47,7 +47,11 @@ class Program:
         self.num_params = offset
         self._num_uniforms = sum(1 + step.num_uniforms for step in self.steps)
         self.takes_points = all(step.takes_points for step in self.steps)
-        self.size = self._find_size()
+        # of images of two sizes, for many draws
+        sizes = np.repeat([(1009, 2003), (2003, 1009)], 16, axis=0)
+        _, made = self.draw(np.arange(64, dtype=np.uint64).reshape(32, 2), sizes)
+        height, width = made[0].tolist()
+        self.size = (height, width) if (made == made[0]).all() else None
         first = self.steps[0] if self.steps else None
         self.crop_target: tuple[int, int] | None = None
         if isinstance(first, RandomResizedCrop):
@@ -104,14 +108,6 @@ class Program:
                 if params[column]:
                     yield step, op, params[column + 1 : end].tolist()
                 column = end
-
-    def _find_size(self) -> tuple[int, int] | None:
-        """Return the size of all results: equal for images of two sizes, for all draws."""
-        keys = np.arange(64, dtype=np.uint64).reshape(32, 2)
-        sizes = np.repeat([(1009, 2003), (2003, 1009)], 16, axis=0)
-        _, sizes = self.draw(keys, sizes)
-        height, width = sizes[0].tolist()
-        return (height, width) if (sizes == sizes[0]).all() else None
 
 
 def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:

@@ -31,8 +31,16 @@ def gray_of(image: np.ndarray) -> np.ndarray:
 def jitter(image: np.ndarray, params: Params) -> np.ndarray:
     """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
     for operation in params[:4]:
-        if operation >= 0:
-            image = _JITTERS[operation](image, params[4 + operation])
+        if operation == HUE:
+            image = _hue(image, params[7])
+        elif operation >= 0:
+            base: np.ndarray | int = 0
+            if operation == CONTRAST:
+                values = gray_of(image)
+                base = (2 * int(values.sum()) + values.size) // (2 * values.size)
+            elif operation == SATURATION:
+                base = gray_of(image)[:, :, None]
+            image = _blended(image, base, params[4 + operation])
     return image
 
 
@@ -40,12 +48,6 @@ def _blended(image: np.ndarray, base: np.ndarray | int, factor: int) -> np.ndarr
     """image * factor + base * (1 - factor)."""
     total = image.astype(np.int64) * factor + base * (_ONE - factor)
     return np.clip((total + 32768) >> 16, 0, 255).astype(np.uint8)
-
-
-def _contrast(image: np.ndarray, factor: int) -> np.ndarray:
-    num = image.shape[0] * image.shape[1]
-    mean = (2 * int(gray_of(image).sum()) + num) // (2 * num)
-    return _blended(image, mean, factor)
 
 
 def _hue(image: np.ndarray, shift: int) -> np.ndarray:
@@ -66,16 +68,6 @@ def _hue(image: np.ndarray, shift: int) -> np.ndarray:
         below = np.clip(np.minimum(k, (4 * chroma << 16) - k), 0, chroma << 16)
         channels.append(((largest << 16) - below + 32768) >> 16)
     return np.stack(channels, axis=2).astype(np.uint8)
-
-
-_JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
-    BRIGHTNESS: lambda image, factor: _blended(image, 0, factor),
-    CONTRAST: _contrast,
-    SATURATION: lambda image, factor: _blended(
-        image, gray_of(image)[:, :, None], factor
-    ),
-    HUE: _hue,
-}
 
 
 def gray(image: np.ndarray, params: Params) -> np.ndarray:

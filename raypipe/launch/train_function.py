@@ -54,13 +54,6 @@ class _StartRecord(Observer):
             self._metrics.record("phases", begun=self._begun, seconds=seconds)
 
 
-def _take_threads() -> None:
-    """Let torch have as many threads as Ray has set: a trainer may be a fork that has imported torch before."""
-    num_threads = os.environ.get("OMP_NUM_THREADS", "")
-    if num_threads.isdecimal() and int(num_threads) > 0:
-        torch.set_num_threads(int(num_threads))
-
-
 def train_loop(config: dict[str, Any]) -> None:
     """Train on each Ray Train worker, and write the run's figures to its folder.
 
@@ -69,7 +62,10 @@ def train_loop(config: dict[str, Any]) -> None:
             `phases`, those of the run's start so far; and `until`, see `launch`.
     """
     quiet_trainer()
-    _take_threads()
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if num_threads.isdecimal() and int(num_threads) > 0:
+        # as Ray has set: this process may be a fork that has imported torch before
+        torch.set_num_threads(int(num_threads))
     options = dict(config)
     rank = ray.train.get_context().get_world_rank()
     is_first = rank == 0

@@ -110,31 +110,30 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
             f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
             "there, as {NAME: ADDRESS, …}"
         )
+    is_plain = _is_plain(config)
     num_draws = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
     draws = num_draws or _size_of_pass(config, source) * config.aug_repeats
-    unit = "draws in an epoch"
-    if _is_plain(config):
-        draws = source.selection.size
-        unit = "samples"
+    counted = "draws in an epoch"
+    if is_plain:
+        counted = "samples"
         if num_left_out := source.selection.num_left_out:
-            unit = f"samples beside the {num_left_out} that are left out"
-    steps, per_epoch = _steps(config, draws, source.address, unit)
+            counted = f"samples beside the {num_left_out} that are left out"
+    steps, per_epoch = _steps(config, draws, source.address, counted)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_pass = 0 if num_draws else per_epoch
     if config.train_buckets:
         unit = config.micro_batch_size
         samplers = _samplers(config, source, config.seed)
         num_places = 0 if source.weights is None else per_epoch // unit
-        shuffles = _shuffle(config, source)[0] == "global"
+        shuffles = samplers[0].shuffle.kind == "global"
         sampler: RunSampler = Bucketed(
             samplers, unit, config.seed, num_places, shuffles, per_pass
         )
     else:
-        (sampler,) = samplers = _samplers(
-            config, source, config.seed, per_epoch, per_pass
-        )
-    content = _content(config, source, () if _is_plain(config) else samplers)
-    if not _is_plain(config):
+        samplers = _samplers(config, source, config.seed, per_epoch, per_pass)
+        (sampler,) = samplers
+    content = _content(config, source, () if is_plain else samplers)
+    if not is_plain:
         content.append(per_epoch if num_draws else 0)
     repeated = _repeated(config, sampler, per_epoch)
     return Training(repeated, steps, (samplers,), content)
@@ -267,10 +266,9 @@ def _samplers(
         ConfigError: buckets would be read in groups, or windows without.
     """
     kind, groups = _shuffle(config, source)
-    if source.weights is None:
-        weights = None
-    else:
-        weights = as_integers(source.weights)
+    weights = source.weights
+    if weights is not None:
+        weights = as_integers(weights)
     numbers: Any = slice(None)
     parts = [(numbers, source.selection, seed)]
     if config.train_buckets:
@@ -279,24 +277,19 @@ def _samplers(
                 f"plan.buckets takes samples from all over a store, and plan.shuffle 'window' reads "
                 f"{source.address} group by group: set plan.shuffle=global"
             )
-        seeds = [
-            int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0])
-            for bucket in range(len(config.train_buckets))
-        ]
-        parts = [
-            (*source.in_bucket(bucket), of_bucket)
-            for bucket, of_bucket in enumerate(seeds)
-        ]
+        parts = []
+        for bucket in range(len(config.train_buckets)):
+            key = int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0])
+            parts.append((*source.in_bucket(bucket), key))
     samplers = list[StoreSampler]()
     for numbers, selection, key in parts:
         shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
             samplers.append(Permuted(shuffle, selection, offset, per_pass))
         else:
-            if source.classes is None:
-                classes = None
-            else:
-                classes = source.classes[numbers]
+            classes = source.classes
+            if classes is not None:
+                classes = classes[numbers]
             samplers.append(
                 Weighted(weights[numbers], shuffle, selection, size, classes, offset)
             )

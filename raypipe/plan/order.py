@@ -177,26 +177,20 @@ class Shuffle:
         if self.kind == "global":
             return permute(positions, self.size, _order_keys(self.seed, pass_number))
         groups, order, offsets = self.layout(pass_number)
-        rows = self._within_windows(pass_number, positions)
-        group = np.searchsorted(offsets, rows, side="right") - 1
-        return groups[order[group]] + rows - offsets[group]
-
-    def _within_windows(self, pass_number: int, rows: np.ndarray) -> np.ndarray:
-        """Rows of the permuted groups, int64 (n,), each permuted within its window."""
-        _, _, offsets = self.layout(pass_number)
         window_groups = self.window_groups or default_window_groups(offsets)
         starts = np.append(offsets[:-1:window_groups], self.size)
-        windows = np.searchsorted(starts, rows, side="right") - 1
-        mapped = np.empty(len(rows), np.int64)
+        windows = np.searchsorted(starts, positions, side="right") - 1
+        rows = np.empty(len(positions), np.int64)  # of the permuted groups
         for window in np.unique(windows).tolist():
             inside = windows == window
             start = int(starts[window])
-            end = int(starts[window + 1])
+            size = int(starts[window + 1]) - start
             keys = derive_keys(
                 NUM_ROUNDS, self.seed, Domain.WINDOW, pass_number, window
             )
-            mapped[inside] = start + permute(rows[inside] - start, end - start, keys)
-        return mapped
+            rows[inside] = start + permute(positions[inside] - start, size, keys)
+        group = np.searchsorted(offsets, rows, side="right") - 1
+        return groups[order[group]] + rows - offsets[group]
 
     def layout(self, pass_number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""

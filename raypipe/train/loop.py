@@ -136,10 +136,6 @@ class Trainer:
         }
         return {**self.metrics, **position}
 
-    def close(self) -> None:
-        """End the stream and the log, and wait for the checkpoint that is being written."""
-        self.loader.close()
-
     def _of_all_ranks(self, value: _T) -> list[_T]:
         """Return the values of all ranks, which call this."""
         if self.world_size == 1:
@@ -247,26 +243,20 @@ class Trainer:
                 if self.loader.stopping:
                     # the checkpoint is before the validation, which a resume repeats
                     return
-        self._record_validation(batches.segment.epoch, *validation.result())
-
-    def _record_validation(
-        self, epoch: int, values: dict[str, float], count: int
-    ) -> None:
-        """Record the values of a validation of so many samples."""
+        values, count = validation.result()
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
-        if not self.learner.has_classes:
+        if self.learner.has_classes:
+            shown = {name: value for name, value in values.items() if name != "loss"}
+        else:
             del values["accuracy"]
-        scores = [
-            f"{name} {value:.4f}"
-            for name, value in values.items()
-            if name != "loss" or not self.learner.has_classes
-        ]
-        score = ", ".join(scores)
-        values["samples"] = count
+            shown = values
+        score = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        values = {**values, "samples": count}
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
+        epoch = batches.segment.epoch
         self._metrics.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({count} samples)",

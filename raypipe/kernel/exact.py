@@ -51,11 +51,8 @@ def sin_cos(x: npt.ArrayLike) -> tuple[Floats, Floats]:
     sine = remainder * _polynomial(_SIN, square)
     cosine = _polynomial(_COS, square)
     quarter = num_quarters.astype(np.int64) & 3
-    swapped = (quarter & 1) == 1
-    sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
-    return np.where(quarter >= 2, -sine, sine), np.where(
-        (quarter == 1) | (quarter == 2), -cosine, cosine
-    )
+    by_quarter = [sine, cosine, -sine, -cosine]
+    return np.choose(quarter, by_quarter), np.choose((quarter + 1) & 3, by_quarter)
 
 
 def _without(x: Floats, num: Floats, parts: tuple[float, ...]) -> Floats:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 import numpy as np
 
@@ -79,9 +78,9 @@ class _Era:
     """
 
     first: int
-    before: list[int]
-    whole: list[int]
-    ends: list[int]
+    before: np.ndarray
+    whole: np.ndarray
+    ends: np.ndarray
     start: int
 
 
@@ -100,33 +99,20 @@ class Quotas:
         self.batch_size = batch_size
         self._eras = list[_Era]()
         for first, of_parts in shares.items():
-            if self._eras:
-                before = self.before(first)
-            else:
-                before = [0] * len(of_parts)
-            whole, fractions = zip(
-                *(divmod(batch_size * share, ONE) for share in of_parts), strict=True
-            )
+            before = self.before(first) if self._eras else [0] * len(of_parts)
+            # in Python's integers: a product may have more than 64 bits
+            exact = np.array(of_parts, object) * batch_size
+            whole = (exact // ONE).astype(np.int64)
+            ends = np.append(0, np.cumsum(exact % ONE)).astype(np.int64)
             start = int(derive_keys(1, seed, Domain.QUOTAS, first)[0]) % ONE
-            self._eras.append(
-                _Era(
-                    first,
-                    before,
-                    list(whole),
-                    list(accumulate(fractions, initial=0)),
-                    start,
-                )
-            )
+            self._eras.append(_Era(first, np.array(before), whole, ends, start))
 
     def counts(self, batch: int) -> list[int]:
         """Places of each part in a batch."""
         era = self._era(batch)
         mark = (_STEP * (batch - era.first) + era.start) % ONE
-        marks = [-((mark - end) // ONE) for end in era.ends]  # below each end
-        return [
-            whole + b - a
-            for whole, a, b in zip(era.whole, marks, marks[1:], strict=False)
-        ]
+        marks = -((mark - era.ends) // ONE)  # below each end
+        return (era.whole + np.diff(marks)).tolist()
 
     def before(self, batch: int) -> list[int]:
         """Places of each part in all batches before one."""
@@ -135,10 +121,9 @@ class Quotas:
         round_trips = floor_sum(num, ONE, _STEP, era.start)
         marks = [
             round_trips - floor_sum(num, ONE, _STEP, era.start - end)
-            for end in era.ends
+            for end in era.ends.tolist()
         ]
-        parts = zip(era.before, era.whole, marks, marks[1:], strict=False)
-        return [before + num * whole + b - a for before, whole, a, b in parts]
+        return (era.before + num * era.whole + np.diff(marks)).tolist()
 
     def _era(self, batch: int) -> _Era:
         return next(era for era in reversed(self._eras) if era.first <= batch)

@@ -132,9 +132,16 @@ def _left_behind(
     name: str, behind: Sequence[str], targets: Collection[str]
 ) -> ConfigError:
     """Return the error of an operation that moves the image without these targets."""
+    for target in targets:
+        if target not in KEY_OF_TARGET:
+            return ConfigError(
+                f"augment.module moves pixels, and Kornia moves no {target}: leave it out, or move images in "
+                "transform.train"
+            )
+    keys = ["input", *(KEY_OF_TARGET[target] for target in targets)]
     return ConfigError(
         f"augment.module: {name} moves or erases pixels, and leaves {behind[0]!r} behind: move both in "
-        f"transform.train, or by Kornia's in K.AugmentationSequential(…, data_keys={_all_keys(targets)})"
+        f"transform.train, or by Kornia's in K.AugmentationSequential(…, data_keys={keys})"
     )
 
 
@@ -159,17 +166,6 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
             "augment.module: RandomTransplantation needs a mask: set transform.targets.mask, and put it into "
             "K.AugmentationSequential(…, data_keys=['input', 'mask'])"
         )
-
-
-def _all_keys(targets: Collection[str]) -> list[str]:
-    """Return the data keys of the image and all targets; raise ConfigError if Kornia has none for one of them."""
-    for name in targets:
-        if name not in KEY_OF_TARGET:
-            raise ConfigError(
-                f"augment.module moves pixels, and Kornia moves no {name}: leave it out, or move images in "
-                "transform.train"
-            )
-    return ["input", *(KEY_OF_TARGET[name] for name in targets)]
 
 
 def moves_pixels(operation: Any) -> bool:

@@ -259,7 +259,13 @@ class ModuleSteps:
             counts: bool (B,), on the host: rows that have weight, and so may mix.
         """
         for generator in self._generators:
-            _reseed(generator, seed)
+            if isinstance(generator, torch._C.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.Generator):
+                bits = generator.bit_generator
+                bits.state = type(bits)(seed).state
+            else:
+                generator.seed(seed)
         before = None if self._has_told else self._versions()
         with self._strengthened(strength):
             for call in self._calls:
@@ -496,13 +502,3 @@ def _named(module: Any) -> str:
 
 def _call_of(module: Any) -> Callable[..., Any]:
     return module.forward if isinstance(module, nn.Module) else module
-
-
-def _reseed(generator: Any, seed: int) -> None:
-    """Seed a generator that a module holds."""
-    if isinstance(generator, torch._C.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        generator.seed(seed)

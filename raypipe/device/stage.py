@@ -21,7 +21,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.progress import print_progress
 from raypipe.transform.device_input import DeviceInput
-from raypipe.transform.ending import Ending, normalization
+from raypipe.transform.ending import normalization
 
 _logger = logging.getLogger(__name__)
 
@@ -138,18 +138,15 @@ class DeviceStage:
             if ending.is_own
         }
         for split, ending in own.items():
-            print_progress(_logger, _line(ending, split))
+            line = f"{ending.steps} ({ending.described}) is done on the device; uint8 travels"
+            if not ending.on_device:
+                line = (
+                    f"{ending.because}, so the CPU makes float32 images, four times the bytes of uint8: the "
+                    "device does such steps if they end the pipeline, and those before make uint8 RGB"
+                )
+            print_progress(_logger, f"transform.{split}: {line}")
         if len({ending.described for ending in own.values()}) > 1:
             print_progress(
                 _logger,
                 "transform.train and transform.val end differently, and so each split has images of its own kind",
             )
-
-
-def _line(ending: Ending, split: Split) -> str:
-    if ending.on_device:
-        return f"transform.{split}: {ending.steps} ({ending.described}) is done on the device; uint8 travels"
-    return (
-        f"transform.{split}: {ending.because}, so the CPU makes float32 images, four times the bytes of uint8: "
-        "the device does such steps if they end the pipeline, and those before make uint8 RGB"
-    )

@@ -110,7 +110,8 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
             f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
             "there, as {NAME: ADDRESS, …}"
         )
-    is_plain = _is_plain(config)
+    # an epoch has each sample of the store exactly once
+    is_plain = config.is_plain and config.aug_repeats == 1
     num_draws = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
     draws = num_draws or _size_of_pass(config, source) * config.aug_repeats
     counted = "draws in an epoch"
@@ -189,7 +190,7 @@ def _mixed(
 ) -> Mixture:
     """Return the mixture of the samplers of several sources; `shares` are by the step from which they hold."""
     unit = config.micro_batch_size
-    per_step = _draws_per_step(config)
+    per_step = config.samples_per_step // config.aug_repeats
     if config.train_buckets:
         return mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     quotas = Quotas(shares, per_step, config.seed)
@@ -336,16 +337,6 @@ def _content(
     return content
 
 
-def _is_plain(config: PlanConfig) -> bool:
-    """Return whether an epoch has each sample of one store exactly once."""
-    return config.is_plain and config.aug_repeats == 1
-
-
-def _draws_per_step(config: PlanConfig) -> int:
-    """Draws in a step, before they are repeated."""
-    return config.samples_per_step // config.aug_repeats
-
-
 def _steps(
     config: PlanConfig, draws: int, drawn: str, unit: str = "draws in an epoch"
 ) -> tuple[int, int]:
@@ -371,7 +362,7 @@ def _steps(
     if not config.drop_last:
         return -(-draws // config.samples_per_step), draws
     steps = draws // config.samples_per_step
-    return steps, steps * _draws_per_step(config)
+    return steps, steps * (config.samples_per_step // config.aug_repeats)
 
 
 def _repeated(config: PlanConfig, inner: RunSampler, per_epoch: int) -> RunSampler:

@@ -279,40 +279,40 @@ class Repeated(RunSampler):
         return draws._replace(repeats=draws.repeats * self.times + copies)
 
 
+@dataclass
 class WithRest(RunSampler):
     """Sampler of epochs whose last step has fewer samples: the rest, in equal numbers for each micro-batch.
 
         10 draws, M = 2, B = 4      0 1 2 3 | 4 5 6 7     8 . . . | 9 . . .
         11 draws                    0 1 2 3 | 4 5 6 7     8 9 . . | 10 0 . .     one is drawn again
 
-    Args:
+    Attributes:
         inner: sampler to continue from epoch to epoch.
         size: draws in an epoch.
         per_step: M.
         unit: B.
     """
 
-    def __init__(self, inner: RunSampler, size: int, per_step: int, unit: int) -> None:
-        self._inner = inner
-        self._size = size
-        self._unit = unit
-        step = per_step * unit
-        self._whole = size // step * step
-        self._share = -(-(size - self._whole) // per_step)
-        self._rows = -(-size // step) * step
+    inner: RunSampler
+    size: int
+    per_step: int
+    unit: int
 
     def draw(self, positions: np.ndarray) -> Draws:
         """See `RunSampler.draw`; rows without a sample have the index PADDING."""
-        epochs, rows = np.divmod(positions, self._rows)
-        micro, row = np.divmod(rows - self._whole, self._unit)
+        step = self.per_step * self.unit
+        whole = self.size // step * step
+        share = -(-(self.size - whole) // self.per_step)
+        epochs, rows = np.divmod(positions, -(-self.size // step) * step)
+        micro, row = np.divmod(rows - whole, self.unit)
         is_rest = micro >= 0
-        numbers = np.where(is_rest, self._whole + micro * self._share + row, rows)
+        numbers = np.where(is_rest, whole + micro * share + row, rows)
         # a second draw of a sample has a repeat that no first one has
-        again, numbers = np.divmod(numbers, self._size)
-        draws = self._inner.draw(epochs * self._size + numbers)
+        again, numbers = np.divmod(numbers, self.size)
+        draws = self.inner.draw(epochs * self.size + numbers)
         return draws._replace(
-            indices=np.where(is_rest & (row >= self._share), PADDING, draws.indices),
-            repeats=draws.repeats + again * self._size,
+            indices=np.where(is_rest & (row >= share), PADDING, draws.indices),
+            repeats=draws.repeats + again * self.size,
         )
 
 

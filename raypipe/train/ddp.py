@@ -42,7 +42,19 @@ class RankGradients:
             return
         self.divisor = per_rank
         if world_size > 1:
-            self.model = _ddp_of(model)
+            # Gradients of 1 x 1 convolutions may have other strides than the bucket: DDP copies them correctly.
+            warnings.filterwarnings(
+                "ignore", "Grad strides do not match bucket view strides"
+            )
+            with warnings.catch_warnings():
+                # The argument's new name exists only since torch 2.15.
+                warnings.filterwarnings(
+                    "ignore", "`broadcast_buffers` is deprecated", FutureWarning
+                )
+                # No broadcast: training only changes BatchNorm's buffers, which StepBatchNorm keeps equal.
+                self.model = DistributedDataParallel(
+                    model, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
 
     def of_micro_batch(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager of a forward and backward; DDP sums over ranks after the last one of a step."""
@@ -59,17 +71,3 @@ class RankGradients:
         """Set every `.grad` to the average of the step."""
         if self._ordered:
             self._ordered.finish()
-
-
-def _ddp_of(model: nn.Module) -> DistributedDataParallel:
-    # Gradients of 1 x 1 convolutions may have other strides than the bucket; DDP then copies them correctly.
-    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    with warnings.catch_warnings():
-        # The argument's new name exists only since torch 2.15.
-        warnings.filterwarnings(
-            "ignore", "`broadcast_buffers` is deprecated", FutureWarning
-        )
-        # No broadcast: training only changes BatchNorm's buffers, which StepBatchNorm keeps equal on all ranks.
-        return DistributedDataParallel(
-            model, broadcast_buffers=False, gradient_as_bucket_view=True
-        )

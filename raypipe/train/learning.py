@@ -16,7 +16,6 @@ from torch import nn
 
 from raypipe.config import RunConfig
 from raypipe.device import mixed_losses
-from raypipe.device.modules import shape_of
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.train.ddp import RankGradients
@@ -177,9 +176,9 @@ class Learner:
         return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
 
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
-        if shape_of(losses) != (num_samples,):
+        if _shape_of(losses) != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} returned {shape_of(losses)} for {num_samples} samples: it must "
+                f"train.loss={self._config.loss} returned {_shape_of(losses)} for {num_samples} samples: it must "
                 "return one loss per sample (reduction='none')"
             )
         return losses
@@ -202,7 +201,7 @@ class Learner:
             )
         if not ok:
             raise ConfigError(
-                f"train.model={config.model_name} returned {shape_of(logits)} for {rows} images: it must return "
+                f"train.model={config.model_name} returned {_shape_of(logits)} for {rows} images: it must return "
                 f"a tensor ({rows}, {num})"
             )
         return logits.float()
@@ -263,6 +262,13 @@ class Learner:
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if is_known:
             fit_state(self._optimizer)
+
+
+def _shape_of(result: object) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
+    if isinstance(result, torch.Tensor):
+        return tuple(result.shape)
+    return type(result).__name__
 
 
 def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:

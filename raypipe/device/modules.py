@@ -440,8 +440,10 @@ def _replaced(
         )
     image, target = returned
     if has_padding:
-        image = _with_padding(image, rows, len(counts))
-        target = _with_padding(target, rows, len(counts))
+        image, target = (
+            part.new_zeros((len(counts), *part.shape[1:])).index_copy(0, rows, part)
+            for part in (image, target)
+        )
     if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
         raise ConfigError(
             f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
@@ -449,13 +451,6 @@ def _replaced(
         )
     targets = {**augmented.targets, LABEL: target}
     return replace(augmented, image=image, targets=targets)
-
-
-def _with_padding(values: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
-    """Return values of some rows among zeros for the others of so many."""
-    padded = values.new_zeros((num, *values.shape[1:]))
-    padded[rows] = values
-    return padded
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,9 +90,23 @@ def _points(
 
 
 def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: _Size) -> np.ndarray:
-    """Boxes (K, 5), around the corners of what they were."""
+    """Boxes (K, 5), around the corners of what they were, or around what holes leave of them."""
     if op == Op.DROPOUT:
-        return _visible(boxes, np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4), size)
+        is_hidden = np.zeros(size, bool)
+        for hole in range(4, 4 + 4 * p[3], 4):
+            top, left, bottom, right = p[hole : hole + 4]
+            is_hidden[top:bottom, left:right] = True
+        visible = []
+        for box in boxes:
+            x0, y0, x1, y1 = box[:4].astype(int).tolist()
+            # (x, y) of the pixels that are not hidden
+            seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
+            if len(seen):
+                around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
+                if around == [x0, y0, x1, y1]:
+                    around = box[:4]  # a whole box keeps its fractions of pixels
+                visible.append([*around, *box[4:]])
+        return np.array(visible).reshape(-1, boxes.shape[1])
     corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
     moved = _points(corners, op, p, size, _OF_CORNERS).reshape(-1, 4, 2)
     return np.hstack([moved.min(axis=1), moved.max(axis=1), boxes[:, 4:]])
@@ -103,24 +117,6 @@ def _cut(boxes: np.ndarray, size: _Size) -> np.ndarray:
     corners = np.clip(boxes[:, :4], 0, (size[1], size[0]) * 2)
     stays = (corners[:, 2:] - corners[:, :2] >= _LEAST).all(axis=1)
     return np.hstack([corners, boxes[:, 4:]])[stays]
-
-
-def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
-    """Boxes around what holes leave of them."""
-    is_hidden = np.zeros(size, bool)
-    for top, left, bottom, right in holes.tolist():
-        is_hidden[top:bottom, left:right] = True
-    left_over = []
-    for box in boxes:
-        x0, y0, x1, y1 = box[:4].astype(int).tolist()
-        # (x, y) of the pixels that are not hidden
-        seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
-        if len(seen):
-            around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
-            if around == [x0, y0, x1, y1]:
-                around = box[:4]  # a whole box keeps its fractions of pixels
-            left_over.append([*around, *box[4:]])
-    return np.array(left_over).reshape(-1, boxes.shape[1])
 
 
 def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:

@@ -47,7 +47,6 @@ class Interrupts:
     def __init__(self, grace_s: float = 6.0) -> None:
         self._grace_s = grace_s
         self.reason = ""
-        self._is_aborted = False
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
@@ -62,7 +61,7 @@ class Interrupts:
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
-        if self._asking and not self._is_aborted:  # an abort waits for nothing
+        if self._asking:
             wait([self._asking], _END_S)
         self._leave()
 
@@ -148,6 +147,6 @@ class Interrupts:
                 )
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
-            self._is_aborted = True
+            self._asking = None  # an abort waits for nothing
             stop_retries()  # the end must not wait for storage
             raise KeyboardInterrupt

@@ -156,10 +156,8 @@ def _size_of_pass(config: PlanConfig, source: StoreArrays) -> int:
     return size
 
 
-def compose_mixture(
-    config: PlanConfig, sources: Mapping[str, StoreArrays], offsets: np.ndarray
-) -> Training:
-    """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
+def compose_mixture(config: PlanConfig, sources: Mapping[str, StoreArrays]) -> Training:
+    """Compose the training draws of several named sources; for errors see `Plan.of`."""
     if not config.drop_last:
         raise ConfigError(
             f"plan.drop_last is false, and store.train has {len(sources)} stores, whose shares of a step need "
@@ -167,9 +165,11 @@ def compose_mixture(
         )
     samplers = list[tuple[StoreSampler, ...]]()
     content = list[Any]()
+    offset = 0  # number of the store's first sample in the joined store
     for number, source in enumerate(sources.values()):
         seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
-        samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
+        samplers.append(_samplers(config, source, seed, offset=offset))
+        offset += source.selection.num_samples
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
     weights = _weights(config, list(sources), sizes)

@@ -148,8 +148,7 @@ class Plan:
         elif isinstance(train, StoreArrays):
             training = compose_one(config, train)
         else:
-            assert isinstance(selection, JoinedSelection)
-            training = compose_mixture(config, train, selection.offsets)
+            training = compose_mixture(config, train)
         validation = None
         if val is not None and config.val_interval and val.selection.size:
             num_buckets = len(config.sides_in("val"))

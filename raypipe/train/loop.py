@@ -82,7 +82,6 @@ class Trainer:
             self.learner.load(saved.state)
             self.metrics |= saved.metrics
         self._shown_at = -_LINE_EVERY_S
-        self._has_logged = False
         self._lr = 0.0
         # Since the last record, on the device, so that the host does not wait.
         self._losses: list[torch.Tensor] = []
@@ -183,11 +182,11 @@ class Trainer:
             self._start = None
         saves = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
         # The first step is logged too, which shows a slow run or a bad loss at once.
-        is_first = not self._has_logged
+        is_first = self._shown_at < 0
         logs = done % config.log_interval == 0 or ends_epoch or saves or is_first
         if logs:
             self._log_train(shows=ends_epoch)
-        saves |= self._should_save(at_once=logs)
+        saves |= self.loader.should_checkpoint(config.checkpoint_s, logs)
         is_last = self.loader.stopping or self.loader.notice.is_last
         # At an epoch's end one is made after the validation.
         if saves and (not ends_epoch or is_last):
@@ -197,7 +196,6 @@ class Trainer:
 
     def _log_train(self, shows: bool = False) -> None:
         """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""
-        self._has_logged = True
         loss_sum = torch.zeros(1, device=self.device)
         for term in self._losses:
             loss_sum += term
@@ -208,14 +206,11 @@ class Trainer:
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
-        self._shown_at = now if shows else self._shown_at
+        if shows:
+            self._shown_at = now
         amounts = self._metrics.interval(shows, loss=loss, lr=self._lr)
         for name, amount in amounts.items():
             self.metrics[name] += amount
-
-    def _should_save(self, at_once: bool = False) -> bool:
-        """Return whether a checkpoint is due, by the clock, or because the run or a node of its trainers ends."""
-        return self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
 
     @torch.no_grad()
     def _validate(self, batches: Batches) -> None:
@@ -238,7 +233,7 @@ class Trainer:
                 batch.target,
             )
             if batch.ends_step and position.step + 1 < batches.segment.num_steps:
-                if self._should_save():
+                if self.loader.should_checkpoint(self.run.train.checkpoint_s):
                     self._save()
                 if self.loader.stopping:
                     # the checkpoint is before the validation, which a resume repeats

@@ -9,6 +9,7 @@ import functools
 import inspect
 import io
 import pickle
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,12 +48,10 @@ def rng_parameter(transform: Any) -> str | None:
     except ValueError:  # some built-in functions have no signature
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = (
-        name
-        for name in ("rng", "generator")
-        if name in parameters and parameters[name].kind in by_name
-    )
-    return next(names, None)
+    for name in ("rng", "generator"):
+        if name in parameters and parameters[name].kind in by_name:
+            return name
+    return None
 
 
 def copied(code: Any) -> Any:
@@ -63,14 +62,13 @@ def copied(code: Any) -> Any:
             code.__code__, code.__globals__, code.__name__, code.__defaults__, cells
         )
         twin.__kwdefaults__ = code.__kwdefaults__
+        twin.__annotations__ = code.__annotations__
         twin.__dict__ = dict(code.__dict__)
-        return functools.update_wrapper(twin, code, updated=())
+        return twin
     if isinstance(code, Mapping):
         return {name: copied(value) for name, value in code.items()}
-    if isinstance(code, list | tuple):
-        if type(code) in (list, tuple):
-            return type(code)(map(copied, code))
-        return code
+    if type(code) in (list, tuple):
+        return type(code)(map(copied, code))
     try:
         return copy.deepcopy(code)
     except Exception:  # a lock, an open file, …
@@ -85,29 +83,21 @@ class _Unpickler(pickle.Unpickler):
     from the generators that were found before.
     """
 
+    _before: set[type] | None = None
+
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        if name == "_make_skeleton_class":
-            return functools.partial(_marked_class, found)
+        if name.startswith("_make_skeleton_") and self._before is None:
+            # the first class is about to be made
+            self._before = {*sys.modules[module]._DYNAMIC_CLASS_TRACKER_BY_CLASS}
         if name == "_class_setstate":
-            return functools.partial(_fill_if_new, found)
+            return functools.partial(self._fill_if_new, found)
         return found
 
-
-_IS_NEW = "_raypipe_is_new"
-
-
-def _marked_class(make: Any, kind: Any, name: str, bases: Any, *more: Any) -> type:
-    """Make a class with a mark, or find the one that this process has."""
-    namespace, *others = more
-    return make(kind, name, bases, {**namespace, _IS_NEW: True}, *others)
-
-
-def _fill_if_new(fill: Any, made: type, state: Any) -> type:
-    if _IS_NEW not in vars(made):
-        return made
-    delattr(made, _IS_NEW)
-    return fill(made, state)
+    def _fill_if_new(self, fill: Any, made: type, state: Any) -> type:
+        if self._before and made in self._before:
+            return made
+        return fill(made, state)
 
 
 def unpickled(pickled: bytes) -> Any:

@@ -408,12 +408,13 @@ class ListedOrder:
             k0, k1 = derive_keys(2, self._seed, Domain.TORCH_SAMPLER, epoch).tolist()
             if hasattr(self.given, "set_epoch"):
                 self.given.set_epoch(epoch)
-            with process_kept():
+            reached = ReachedGenerators(self.given)
+            with process_kept(), reached.kept():
                 seed_process(k0, k1)
-                with ReachedGenerators(self.given).keyed((k0, k1)):
-                    # one epoch at a time, so that the check of a sampler sees whether it comes again
-                    listed = list(map(operator.index, self.given))
-                    lists = self._lists = {epoch: np.array(listed, np.int64)}
+                reached.rewind((k0, k1))
+                # one epoch at a time, so that the check of a sampler sees whether it comes again
+                listed = list(map(operator.index, self.given))
+                lists = self._lists = {epoch: np.array(listed, np.int64)}
         return lists[epoch]
 
     def __getstate__(self) -> dict[str, object]:

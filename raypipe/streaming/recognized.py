@@ -27,7 +27,6 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.stores.png import stored_png
 from raypipe.transform.decode.array import decoder_of
 from raypipe.transform.pipelines import flat, package_of, shortened, transform_kind
-from raypipe.transform.pixels import pixels_of
 from raypipe.transform.process_state import process_kept, seed_process
 from raypipe.transform.sample_transform import SampleTransform
 
@@ -118,7 +117,7 @@ def _store_of(dataset: Any) -> Store | None:
 def _are_equal(dataset: Any, found: Recognized) -> bool:
     """Return whether some items are equal, with random steps that draw the same numbers."""
     decode = decoder_of(found.config)
-    transform = SampleTransform(found.transform, pixels_of(found.config.decode))
+    transform = SampleTransform(found.transform, found.config.decode != "array")
     indices = np.linspace(0, len(dataset) - 1, _NUM_COMPARED).astype(np.int64)
     columns = found.store.read(indices)
     with process_kept():

@@ -1,4 +1,6 @@
-"""Images of a micro-batch, made by programs in one call where possible.
+"""Images that are made of samples: the only one, whose field is `image`, or the crops of views.
+
+Those of a micro-batch are made by programs, in one call where possible:
 
     JPEGs that the kernel takes        decoded and transformed by it
     other encoded images               decoded here, some at a time, and transformed by it; or, where there is
@@ -11,21 +13,97 @@ the reason.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from raypipe import kernel
-from raypipe.errors import SampleError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import DONE, Job
+from raypipe.plan.order import mix64
 from raypipe.stores.base import Columns
 from raypipe.transform.decode.jpeg import sizes_by_header
 from raypipe.transform.decode.rgb import stored_bytes
-from raypipe.transform.fields import IMAGE, MadeRows
-from raypipe.transform.view_images import ViewImage
+from raypipe.transform.fields import IMAGE, VIEW, Arrays, MadeRows
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.views import view_key
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
+
+
+@dataclass(frozen=True)
+class ViewImage:
+    """An image that is made of a sample.
+
+    Attributes:
+        field: the name of its field.
+        transform: the transform that makes it.
+        crop: its number among the crops of a view; None = the field has no other.
+        key: two words that no other crop of a view has; None = the image has the sample's key itself.
+    """
+
+    field: str
+    transform: SampleTransform
+    crop: int | None = None
+    key: np.ndarray | None = None
+
+    def keys(self, keys: np.ndarray) -> np.ndarray:
+        """Derive its keys, uint64 (…, 2), from those of the samples."""
+        if self.key is None:
+            return keys
+        return mix64(self.key ^ keys)
+
+    def output(self, arrays: Arrays) -> np.ndarray:
+        """The memory of this image of B samples among the arrays of a micro-batch."""
+        out = arrays[self.field]
+        return out if self.crop is None else out[:, self.crop]
+
+
+def view_images(
+    transform: Any, are_rgb: bool = True, targets: Collection[str] = ()
+) -> list[ViewImage]:
+    """The images that a transform makes of a sample, which is from `build_transform`; see `SampleTransform`."""
+    if not isinstance(transform, Mapping):
+        return [ViewImage(IMAGE, SampleTransform(transform, are_rgb, targets))]
+    images = []
+    for name, view in transform.items():
+        transforms = [
+            SampleTransform(view_transform, are_rgb)
+            for view_transform in view.transforms
+        ]
+        for number in range(view.count):
+            images.append(
+                ViewImage(
+                    f"{VIEW}.{name}",
+                    transforms[number % len(transforms)],
+                    number if view.count > 1 else None,
+                    view_key(name, number),
+                )
+            )
+    return images
+
+
+def join_crops(views: Sequence[ViewImage], images: Sequence[np.ndarray]) -> Arrays:
+    """Join images, each made by one of `views`, by field: (h, w, 3), or (n, h, w, 3) for n crops.
+
+    Raises:
+        ConfigError: the crops of a field differ in size or dtype.
+    """
+    crops = dict[str, list[np.ndarray]]()
+    for view, image in zip(views, images, strict=True):
+        crops.setdefault(view.field, []).append(image)
+    joined = Arrays()
+    for field, of_field in crops.items():
+        kinds = sorted({f"{image.dtype} {image.shape}" for image in of_field})
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"the crops of {field} differ, {', '.join(kinds)}: end their transforms with a crop or resize to "
+                "a fixed size, and in one dtype"
+            )
+        joined[field] = np.stack(of_field) if len(of_field) > 1 else of_field[0]
+    return joined
 
 
 class KernelImages:
@@ -55,7 +133,7 @@ class KernelImages:
         samples: Columns,
         is_wanted: np.ndarray,
         keys: np.ndarray,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
     ) -> Iterator[MadeRows]:
         """Make the images of B samples, some rows at a time; slots of those that are not made may hold anything.
 
@@ -82,7 +160,7 @@ class KernelImages:
         images: Sequence[Any],
         sizes: np.ndarray,
         keys: np.ndarray,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
     ) -> MadeRows:
         """Make the images of the rows that have sizes."""
         (rows,) = np.nonzero(sizes[:, 0])
@@ -126,7 +204,7 @@ def _job_of(
     rows: np.ndarray,
     sizes: np.ndarray,
     keys: np.ndarray,
-    arrays: Mapping[str, np.ndarray],
+    arrays: Arrays,
 ) -> Job:
     """The job that makes a view's images by its program, of which these rows, int (n,), have draws.
 
@@ -154,7 +232,7 @@ def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
 def _finish(
     view: ViewImage,
     images: np.ndarray,
-    arrays: Mapping[str, np.ndarray],
+    arrays: Arrays,
     keys: np.ndarray,
     done: np.ndarray,
 ) -> None:

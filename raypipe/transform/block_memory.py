@@ -8,7 +8,7 @@ import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,9 @@ def reused_memory(num_bytes: int) -> np.ndarray:
 
 def free_spare(smaller_than: float = math.inf) -> None:
     """Give spare memory back to the system: all, or the pieces below this number of bytes."""
-    for _ in range(len(_spare)):
-        with contextlib.suppress(IndexError):  # another thread has taken it
-            memory = _spare.popleft()
-            if len(memory) >= smaller_than:
-                _spare.append(memory)
+    for memory in _taken():
+        if len(memory) >= smaller_than:
+            _spare.append(memory)
 
 
 def free_unused() -> None:
@@ -68,13 +66,18 @@ def _spare_of(num_bytes: int) -> mmap.mmap | None:
 
     None = there is none, or another thread has taken it.
     """
+    for memory in _taken():
+        if num_bytes <= len(memory) <= 2 * num_bytes:
+            return memory
+        _spare.append(memory)
+    return None
+
+
+def _taken() -> Iterator[mmap.mmap]:
+    """Take each piece of spare memory out, as far as other threads leave it."""
     for _ in range(len(_spare)):
         with contextlib.suppress(IndexError):
-            memory = _spare.popleft()
-            if num_bytes <= len(memory) <= 2 * num_bytes:
-                return memory
-            _spare.append(memory)
-    return None
+            yield _spare.popleft()
 
 
 def reused_arrays(
@@ -85,14 +88,13 @@ def reused_arrays(
         name: math.prod(shape) * dtype.itemsize
         for name, (shape, dtype) in kinds.items()
     }
-    ends = {}
-    end = 0
-    for name, length in lengths.items():
-        ends[name] = end = -(-(end + length) // _ALIGNED) * _ALIGNED
-    memory = reused_memory(end)
+    memory = reused_memory(sum(map(_aligned, lengths.values())))
     arrays = {}
-    start = 0
     for name, (shape, dtype) in kinds.items():
-        arrays[name] = memory[start : start + lengths[name]].view(dtype).reshape(shape)
-        start = ends[name]
+        arrays[name] = memory[: lengths[name]].view(dtype).reshape(shape)
+        memory = memory[_aligned(lengths[name]) :]
     return arrays
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED

@@ -67,11 +67,17 @@ def find_columns(
         raise ConfigError(
             "store.columns names 'label', the target, and target_column is '': leave one of them out"
         )
-    by_store = [
-        (part_store.address, _of_store(part_store, declared, function, indices, label))
-        for split, store in stores.items()
-        for part_store, indices in _parts(store, first(split))
-    ]
+    by_store = list[tuple[str, SampleColumns]]()
+    for split, store in stores.items():
+        parts = [(store, first(split)[:NUM_PROBED])]
+        if isinstance(store, JoinedStore):
+            parts = [
+                (part, np.arange(min(NUM_PROBED, len(part))))
+                for part in store.parts.values()
+            ]
+        for part, indices in parts:
+            columns = _of_store(part, declared, function, indices, label)
+            by_store.append((part.address, columns))
     with_types = [
         (address, columns)
         for address, columns in by_store
@@ -90,16 +96,6 @@ def find_columns(
                     f"one type; declare store.columns.{name}.dtype, or fix one of the stores"
                 )
     return columns
-
-
-def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
-    """The stores that a mixture joins, each with its first samples; another store is its own part."""
-    if isinstance(store, JoinedStore):
-        return [
-            (part_store, np.arange(min(NUM_PROBED, len(part_store))))
-            for part_store in store.parts.values()
-        ]
-    return [(store, indices[:NUM_PROBED])]
 
 
 def _of_store(
@@ -243,12 +239,26 @@ def type_by_schema(
 def _types_by_values(
     store: Store, columns: SampleColumns, indices: np.ndarray
 ) -> dict[str, ColumnType]:
-    """Return the types of a batch's columns, by their values in the first samples."""
+    """Return the types of a batch's columns, by their values in the first samples that are not bad."""
     maker = ColumnMaker(columns)
+    read = store.read(indices, columns.stored)
+    stored = {name: read[name] for name in columns.stored}
     values: dict[str, list[Any]] = {}
-    for sample in _samples(store, columns, maker, indices):
-        for name, value in sample.items():
+    problem = ""
+    for row, index in enumerate(indices.tolist()):
+        sample = {name: column[row] for name, column in stored.items()}
+        try:
+            made = maker.unchecked(sample, (index, 0))
+        except SampleError as error:
+            title = title_of(store.address, index, name_of(store, index))
+            problem = f"{title}: {error}"
+            continue
+        for name, value in made.items():
             values.setdefault(name, []).append(value)
+    if problem and not values:
+        raise ConfigError(
+            f"none of the {len(indices)} samples that tell types has columns; {problem}"
+        )
     types: dict[str, ColumnType] = {}
     for name, column in values.items():
         where = f"column {name!r} of {store.address}"
@@ -257,28 +267,6 @@ def _types_by_values(
         is_fixed = columns.function is not None
         types[name] = type_by_values(name, present, options, is_fixed, where)
     return types
-
-
-def _samples(
-    store: Store, columns: SampleColumns, maker: ColumnMaker, indices: np.ndarray
-) -> list[dict[str, Any]]:
-    """Return the columns of samples, unchecked, without bad ones; raise ConfigError if all are bad."""
-    read = store.read(indices, columns.stored)
-    stored = {name: read[name] for name in columns.stored}
-    samples: list[dict[str, Any]] = []
-    problem = ""
-    for row, index in enumerate(indices.tolist()):
-        sample = {name: values[row] for name, values in stored.items()}
-        try:
-            samples.append(maker.unchecked(sample, (index, 0)))
-        except SampleError as error:
-            title = title_of(store.address, index, name_of(store, index))
-            problem = f"{title}: {error}"
-    if problem and not samples:
-        raise ConfigError(
-            f"none of the {len(indices)} samples that tell types has columns; {problem}"
-        )
-    return samples
 
 
 def _untold(name: str, where: str) -> ConfigError:
@@ -318,7 +306,16 @@ def type_by_values(
         (kind,) = kinds
         if kind in ("text", "bytes"):
             return ColumnType(kind)
-    arrays, problem = _numbers_in(name, values, options)
+    arrays: list[np.ndarray] = []
+    problem = ""
+    has_npy = any(map(is_npy, values))
+    for value in values:
+        if has_npy and isinstance(value, bytes) and not is_npy(value):
+            continue  # its first bytes are damaged
+        try:
+            arrays.append(column_numbers(name, value, options))
+        except SampleError as error:
+            problem = str(error)
     if options is None and problem:
         return ColumnType("json")
     if not arrays:
@@ -331,7 +328,7 @@ def type_by_values(
     kind = _type_of_numbers(arrays, declared, is_array, where)
     if kind.kind == "json":
         return kind
-    return replace(kind, is_npy=any(map(is_npy, values)))
+    return replace(kind, is_npy=has_npy)
 
 
 def _type_of_numbers(
@@ -362,23 +359,6 @@ def _type_of_numbers(
     return ColumnType("ragged", dtype.name, inner.pop())
 
 
-def _numbers_in(
-    name: str, values: Sequence[Any], options: ColumnOptions | None
-) -> tuple[list[np.ndarray], str]:
-    """Return the numbers of values that have such, and why another has none."""
-    arrays: list[np.ndarray] = []
-    problem = ""
-    has_npy = any(map(is_npy, values))
-    for value in values:
-        if has_npy and isinstance(value, bytes) and not is_npy(value):
-            continue  # its first bytes are damaged
-        try:
-            arrays.append(column_numbers(name, value, options))
-        except SampleError as error:
-            problem = str(error)
-    return arrays, problem
-
-
 def as_declared(
     name: str, kind: ColumnType, options: ColumnOptions | None, where: str
 ) -> ColumnType:
@@ -401,10 +381,13 @@ def as_declared(
     if not options.length:
         return replace(kind, dtype=dtype.name)
     fill = options.fill or 0
-    if not _can_hold(dtype, fill):
+    is_whole = dtype.kind != "f" and fill % 1 == 0
+    try:
+        exactly(int(fill) if is_whole else float(fill), dtype)
+    except (InexactError, OverflowError):
         raise ConfigError(
             f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
-        )
+        ) from None
     inner = (kind.shape or ())[kind.kind == "array" :]
     return ColumnType(
         "array",
@@ -414,15 +397,6 @@ def as_declared(
         is_padded=options.fill is not None,
         is_npy=kind.is_npy,
     )
-
-
-def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
-    is_whole = dtype.kind != "f" and number % 1 == 0
-    try:
-        exactly(int(number) if is_whole else float(number), dtype)
-    except (InexactError, OverflowError):
-        return False
-    return True
 
 
 def _kind_of(value: Any) -> Any:

@@ -28,14 +28,15 @@ from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
 from raypipe.importing import import_name
 from raypipe.plan.order import Domain
+from raypipe.stores.base import ColumnValues
 from raypipe.stores.nested import field_at
 from raypipe.stores.numbers import InexactError, exactly, is_npy, stored_numbers
-from raypipe.transform.fields import COLUMN, LABEL, Field
+from raypipe.transform.fields import COLUMN, LABEL, Field, SampleFields, Shape
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import drawn, seed_process
 from raypipe.transform.user_code import failing, rng_parameter
 
-MakeColumns = Callable[..., Mapping[str, Any]]
+MakeColumns = Callable[..., ColumnValues]
 """Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""
 
 _NUMBERS = "biuf"  # numpy's kinds
@@ -49,7 +50,7 @@ class ColumnType(Field):
         is_npy: the store has numbers as .npy; other bytes are damaged.
     """
 
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     is_npy: bool = False
 
     def __str__(self) -> str:
@@ -148,7 +149,7 @@ class ColumnMaker:
         self._rng_name = rng_parameter(function) if function else None
         self.draws_globally = function is not None and self._rng_name is None
 
-    def one(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
+    def one(self, values: ColumnValues, key: Key) -> SampleFields:
         """Make the columns of one sample, by field: numpy arrays, or bytes for text and JSON.
 
         Args:
@@ -159,12 +160,12 @@ class ColumnMaker:
             SampleError: a value is missing, or its type or length differs from the first samples'.
         """
         unchecked = self.unchecked(values, key)
-        columns: dict[str, Any] = {}
+        columns: SampleFields = {}
         for name in self._names:
             columns |= self._typed(name, unchecked.get(name))
         return {field_name(name): value for name, value in columns.items()}
 
-    def unchecked(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
+    def unchecked(self, values: ColumnValues, key: Key) -> SampleFields:
         """Return the unchecked values of the batch's columns, from the store or the function."""
         stored = {
             name: _field(values, path) for name, path in self.columns.paths.items()
@@ -174,7 +175,7 @@ class ColumnMaker:
         computed = drawn(lambda: self._computed(stored, key))
         return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | computed
 
-    def _computed(self, stored: Mapping[str, Any], key: Key) -> dict[str, Any]:
+    def _computed(self, stored: ColumnValues, key: Key) -> SampleFields:
         """Call the function, which draws under a sample's key."""
         assert self._function is not None
         rng = {}
@@ -193,7 +194,7 @@ class ColumnMaker:
                 )
             return {str(name): _as_numpy(value) for name, value in columns.items()}
 
-    def _typed(self, name: str, value: Any) -> dict[str, Any]:
+    def _typed(self, name: str, value: Any) -> SampleFields:
         column = self.columns.types[name]
         if value is None:
             raise SampleError(
@@ -216,7 +217,7 @@ class ColumnMaker:
             hint = f", or declare store.columns={{{name}: {{length: …, fill: …}}}} for lists of several lengths"
             varies = _varies(name, f"of shape {array.shape}", column)
             raise SampleError(varies if column.is_padded else varies + hint)
-        typed: dict[str, Any] = {name: _cast(name, array, column)}
+        typed: SampleFields = {name: _cast(name, array, column)}
         if column.is_padded:
             length = column.shape[0]
             if len(array) > length:
@@ -242,7 +243,7 @@ def length_name(name: str) -> str:
     return f"{name}_length"
 
 
-def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _field(values: ColumnValues, path: tuple[str, ...]) -> Any:
     """Return the value at a path: a column's, or a field of its structs or JSON."""
     try:
         return field_at(values[path[0]], path[1:])

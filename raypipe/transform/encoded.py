@@ -13,13 +13,14 @@ and it cannot be decoded. Other damage shows where it is decoded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program
+from raypipe.plan.places import Sides
 from raypipe.stores.base import Columns
 from raypipe.transform.albumentations import why_no_program
 from raypipe.transform.decode.jpeg import check_checksum, sizes_by_header
@@ -27,17 +28,12 @@ from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
 from raypipe.transform.encoded_map import (
     AXES,
     DATA,
-    FILTER,
-    LENGTH,
     MAP,
     NUM_RESIZE,
-    RESIZED,
     RESIZES,
-    SIDE,
-    START,
     axis_columns,
 )
-from raypipe.transform.fields import Field, MadeRows
+from raypipe.transform.fields import Arrays, Field, MadeRows, SampleFields
 from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.user_code import failed
@@ -69,13 +65,13 @@ class EncodedImages:
         self._exif = exif
         self._transform, program = _qualified(transform, given)
         self._steps = [(step, op) for step in program.steps for op in step.ops]
-        self._num_resizes = max(1, sum(op == Op.RESIZE for _, op in self._steps))
+        num_resizes = max(1, sum(op == Op.RESIZE for _, op in self._steps))
         fills = {step.color for step, _ in self._steps if isinstance(step, Pad)}
         if len(fills) > 1:
             raise _refused(f"{given}: borders of several colors")
         (self._fill,) = fills or {(0, 0, 0)}
         self.image_shape = (*(program.size or ()), 3)
-        num_columns = AXES + 2 * (RESIZES + NUM_RESIZE * self._num_resizes)
+        num_columns = AXES + 2 * (RESIZES + NUM_RESIZE * num_resizes)
         blank = [0] * num_columns
         for axis, side in enumerate(program.size or ()):
             blank[axis_columns(num_columns, axis).stop - 1] = side
@@ -97,8 +93,7 @@ class EncodedImages:
         program = self._transform.program
         assert program is not None
         params, _ = program.draw(keys, sizes)
-        assert self.field.shape
-        axes = _MovedAxes(sizes, self.field.shape[0])
+        axes = _MovedAxes(sizes)
         columns = program.ops[:, 1].tolist()
         for (made_by, op), column in zip(self._steps, columns, strict=True):
             numbers = params[:, column + 1 :]
@@ -118,7 +113,7 @@ class EncodedImages:
         samples: Columns,
         is_wanted: np.ndarray,
         keys: np.ndarray,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
     ) -> Iterator[MadeRows]:
         """Make the fields of those of B samples whose images need no more than their header here.
 
@@ -140,9 +135,7 @@ class EncodedImages:
                 whole.append(number)
         yield MadeRows(rows[whole], params[whole], sizes[rows[whole]], fields)
 
-    def fields_of(
-        self, image: Any, key: Key
-    ) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
+    def fields_of(self, image: Any, key: Key) -> tuple[SampleFields, np.ndarray, Sides]:
         """The encoded fields of one image, its parameters by the program, and its (height, width).
 
         Raises:
@@ -174,22 +167,19 @@ class _MovedAxes:
 
     Args:
         sizes: (height, width) of the images, int (B, 2).
-        num_columns: columns of a map.
 
     Attributes:
         fits: bool (B,), images that are large enough for their crops.
     """
 
-    def __init__(self, sizes: np.ndarray, num_columns: int) -> None:
-        num = len(sizes)
-        self._axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        self._start = np.zeros((2, num), np.int64)
-        self._step = np.ones((2, num), np.int64)
+    def __init__(self, sizes: np.ndarray) -> None:
         self._length = sizes.T.astype(np.int64)
-        self._axes[:, :, SIDE] = self._length
-        self._turned = np.zeros(num, np.int64)
-        self._num_resizes = 0
-        self.fits = np.ones(num, bool)
+        self._start = np.zeros_like(self._length)
+        self._step = np.ones_like(self._length)
+        # those of a map, of both axes, as far as they are known: the image's sides first
+        self._columns = [self._length.copy()]
+        self._turned = np.zeros(len(sizes), np.int64)
+        self.fits = np.ones(len(sizes), bool)
 
     def crop(self, boxes: np.ndarray) -> None:
         """Keep a box: (top, left, height, width)."""
@@ -208,7 +198,7 @@ class _MovedAxes:
     def turn(self, codes: np.ndarray) -> None:
         """Transpose images (4), then reverse their rows (2) and columns (1)."""
         swapped = (codes & 4) > 0
-        for array in (self._axes, self._start, self._step, self._length):
+        for array in (*self._columns, *self._span):
             array[:, swapped] = array[::-1][:, swapped]
         self._turned ^= swapped
         flipped = np.stack([codes & 2, codes & 1]) > 0
@@ -218,35 +208,32 @@ class _MovedAxes:
 
     def resize(self, sides: np.ndarray, interpolation: int) -> None:
         """Resize the pixels that are left to sides, int (2, B)."""
-        column = RESIZES + NUM_RESIZE * self._num_resizes
-        if self._num_resizes:
-            self._note_span(slice(column - 3, column))
-            self._start = np.zeros_like(self._start)
-            self._step = np.ones_like(self._step)
-        else:  # a span of the image is read forwards, and turned around behind the resize
+        if len(self._columns) == 1:
+            # a span of the image is read forwards, and turned around behind the resize
             is_reversed = self._step < 0
             first = np.where(is_reversed, self._start - (self._length - 1), self._start)
-            self._axes[:, :, START] = first
-            self._axes[:, :, LENGTH] = self._length
+            self._columns += [first, self._length]
             self._start = np.where(is_reversed, sides - 1, 0)
-        self._axes[:, :, column + FILTER] = interpolation
-        self._axes[:, :, column + RESIZED] = sides
+        else:
+            self._columns += self._span
+            self._start = np.zeros_like(self._start)
+            self._step = np.ones_like(self._step)
+        self._columns += [np.full_like(self._length, interpolation), sides.copy()]
         self._length = sides.copy()
-        self._num_resizes += 1
+
+    @property
+    def _span(self) -> list[np.ndarray]:
+        """The columns of the pixels that are left of the last resize."""
+        return [self._start, self._step, self._length]
 
     def maps(self, fill: tuple[int, ...]) -> np.ndarray:
         """The maps, int32 (B, n), with a color beyond the edges."""
-        if not self._num_resizes:  # one that leaves the pixels as they are
+        if len(self._columns) == 1:  # a resize that leaves the pixels as they are
             self.resize(self._length, LINEAR)
-        self._note_span(slice(-3, None))
+        rows, columns = np.stack([*self._columns, *self._span], axis=-1)
         colors = np.tile(fill, (len(self._turned), 1))
         head = np.column_stack([self._turned, colors])
-        return np.hstack([head, self._axes[0], self._axes[1]]).astype(np.int32)
-
-    def _note_span(self, columns: slice) -> None:
-        """Write the pixels of the last resize that are left."""
-        span = np.stack([self._start, self._step, self._length], axis=-1)
-        self._axes[:, :, columns] = span
+        return np.hstack([head, rows, columns]).astype(np.int32)
 
 
 def _qualified(

@@ -52,9 +52,7 @@ def box_of_map(of_map: np.ndarray) -> CropBox:
     ends = []
     for axis in (0, 1):
         of_axis = of_map[axis_columns(len(of_map), axis)].tolist()
-        side = of_axis[SIDE]
-        start = of_axis[START]
-        length = of_axis[LENGTH]
+        side, start, length, *_ = of_axis
         first = min(max(0, start), side - 1)
         ends.append((first, max(first + 1, min(side, start + length))))
     (top, bottom), (left, right) = reversed(ends) if of_map[TURNED] else ends

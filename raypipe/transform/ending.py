@@ -20,7 +20,6 @@ from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.transform.forms import Form, called, for_form, forms_of, in_form, probed
 from raypipe.transform.pipelines import (
-    TransformKind,
     flat,
     has_user_code,
     leaves,
@@ -28,7 +27,7 @@ from raypipe.transform.pipelines import (
     shortened,
     transform_kind,
 )
-from raypipe.transform.pixels import RGB, channels_last, is_pil, is_rgb, is_tensor
+from raypipe.transform.pixels import channels_last, is_pil, is_rgb, is_tensor
 from raypipe.transform.process_state import (
     process_kept,
     with_draws,
@@ -118,14 +117,13 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
 def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
     kind = transform_kind(pipeline)
     forms = forms_of(kind)
-    accepted = probed(pipeline, forms) if len(forms) > 1 else None
-    form = accepted[0] if accepted else forms[0]
+    form = probed(pipeline, forms) if len(forms) > 1 else forms[0]
     steps = list(flat(for_form(copied(pipeline), form)))
     given = _given(steps, in_form(np.tile(_NOISE, (4, 4, 1)), form))
     if not _is_float(given[-1]):
         return pipeline, None
     num_kept = max(number for number, image in enumerate(given) if not _is_float(image))
-    ending = _ending(steps[num_kept:], given[num_kept:], kind)
+    ending = _ending(steps[num_kept:], given[num_kept:])
     if ending is None or not ending.on_device:
         return pipeline, ending
     without_ending = shortened(pipeline, num_kept)
@@ -154,22 +152,19 @@ def _given(steps: Sequence[Any], image: Any) -> list[Any]:
     return given
 
 
-def _ending(
-    steps: Sequence[Any], given: Sequence[Any], kind: TransformKind
-) -> Ending | None:
+def _ending(steps: Sequence[Any], given: Sequence[Any]) -> Ending | None:
     """The ending that the last steps of a pipeline are, or why they are none, in `because`.
 
     Args:
         steps: the first makes floats.
         given: the image that each step is given, and the last one's result.
-        kind: the pipeline's.
 
     Returns:
         None, if only the user's own code makes floats.
     """
     look = _looked(_probes(given[0]))
     names = list[str]()
-    because = "" if _is_rgb(given[0], kind) else _NO_RGB
+    because = "" if is_rgb(channels_last(given[0])) else _NO_RGB
     for number, step in enumerate(steps):
         seen = _looked(_made(step, look.images))
         if seen.mean and (_has_numbers(step) or seen[1:] != look[1:]):
@@ -243,13 +238,6 @@ def _probes(image: Any, as_floats: bool = False) -> list[Any]:
     return [in_form(probe, form) for probe in probes]
 
 
-def _is_rgb(image: Any, kind: TransformKind) -> bool:
-    try:
-        return is_rgb(RGB.of_image(image, kind))
-    except ConfigError:
-        return False
-
-
 def _dtype(image: Any) -> str:
     """torch's name of the dtype of an image's values."""
     return str(getattr(image, "dtype", "uint8")).removeprefix("torch.")
@@ -285,9 +273,9 @@ def normalization(
     if ending is None or (augment is not None and not ending.normalizes):
         return augment
     if augment is None:
-        if ending.on_device:
-            return AugmentConfig(mean=ending.mean, std=ending.std)
-        return None
+        if not ending.on_device:
+            return None
+        augment = AugmentConfig()
     numbers = (augment.mean, augment.std)
     of_pipeline = (ending.mean, ending.std)
     if numbers not in ((AugmentConfig.mean, AugmentConfig.std), of_pipeline):

@@ -27,6 +27,11 @@ from raypipe.transform.block_memory import reused_arrays
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json", "item"]
 _Value = TypeVar("_Value")
+Shape = tuple[int, ...]
+SampleFields = dict[str, Any]
+"""Values of one sample by the name of a field, of a column, or of a target."""
+Arrays = dict[str, np.ndarray]
+"""Arrays of samples, or of one, by the name of a field, or of a target."""
 
 IMAGE = "image"
 LABEL = "label"
@@ -50,7 +55,7 @@ class Field:
 
     kind: FieldKind = "array"
     dtype: str = ""
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     fill: float | tuple[float, ...] = 0
     is_padded: bool = False
 
@@ -150,7 +155,7 @@ class MicroBatch:
     stream_hash: bytes = b""
     ready: Any = None
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Arrays:
         """The arrays among the fields."""
         return {
             name: values
@@ -178,7 +183,7 @@ class MadeRows(NamedTuple):
     rows: np.ndarray
     params: np.ndarray
     sizes: np.ndarray
-    fields: Sequence[dict[str, Any]] | None = None
+    fields: Sequence[SampleFields] | None = None
 
 
 class Rows:
@@ -197,12 +202,12 @@ class Rows:
         self.fields = fields
         self.index = np.full(num_rows, PADDING, np.int64)
         self.weight = np.zeros(num_rows, np.float32)
-        self.arrays = dict[str, np.ndarray]()
+        self.arrays = Arrays()
         self._lists = dict[str, list[Any]]()
         if bytes_per_row(fields) is not None:
             self._allocate()
 
-    def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
+    def put(self, row: int, index: int, sample: SampleFields) -> None:
         """Fill a row with a sample, by fields, or with those of them that it lacks."""
         self.learn(sample)
         for name, value in sample.items():
@@ -241,13 +246,13 @@ class Rows:
         self.index[row] = index
         self.weight[row] = 0
 
-    def learn(self, sample: Mapping[str, Any]) -> None:
+    def learn(self, sample: SampleFields) -> None:
         """Take the shapes that are not known yet from a sample."""
         if not self.arrays:
             learn(self.fields, sample)
             self._allocate()
 
-    def sample(self, row: int) -> dict[str, Any]:
+    def sample(self, row: int) -> SampleFields:
         """Copy the fields of one row."""
         lists = {name: values[row] for name, values in self._lists.items()}
         return lists | {name: array[row].copy() for name, array in self.arrays.items()}
@@ -281,7 +286,7 @@ class Rows:
         )
 
 
-def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
+def learn(fields: dict[str, Field], sample: SampleFields) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
     if images_in(sample).keys() - fields.keys():
         # views, where an image was expected

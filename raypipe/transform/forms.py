@@ -82,10 +82,8 @@ def for_form(transform: Any, form: Form) -> Any:
     return rebuilt(transform, [for_form(step, form) for step in steps])
 
 
-def probed(
-    transform: Any, forms: tuple[Form, ...], **arguments: Any
-) -> tuple[Form, Any] | None:
-    """The first form in which a transform works on a probe, and its result; None: it works in none.
+def probed(transform: Any, forms: tuple[Form, ...], **arguments: Any) -> Form:
+    """The first form in which a transform works on a probe; the first of all if it works in none.
 
     Args:
         arguments: other arguments of its call.
@@ -100,8 +98,9 @@ def probed(
                 # The generators that it holds stay as they are.
                 code, given = copied((fitting, arguments))
                 with contextlib.suppress(Exception):
-                    return form, called(code, in_form(image, form), given)
-    return None
+                    called(code, in_form(image, form), given)
+                    return form
+    return forms[0]
 
 
 def called(transform: Any, image: Any, arguments: Mapping[str, Any] = {}) -> Any:

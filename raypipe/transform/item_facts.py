@@ -68,20 +68,17 @@ class _Hasher(pickle.Pickler):
         if is_generator(value):
             # its state decides nothing, since it is set for each item
             return "generator", type(value).__qualname__
+        if is_of(value, "torch", "Tensor"):
+            num_bytes = self._part.write(bytes_of_tensor(value))
+            return "tensor", str(value.dtype), tuple(value.shape), num_bytes
         if not isinstance(value, type | types.FunctionType):
-            return self._tensor(value)
+            return None
         if id(value) in self._code:
             return "code", value.__qualname__
         self._code.add(id(value))
         if isinstance(value, type):
             return "class", *_facts_of_class(value)
         return "function", *_facts_of_function(value)
-
-    def _tensor(self, value: Any) -> Any:
-        if not is_of(value, "torch", "Tensor"):
-            return None
-        num_bytes = self._part.write(bytes_of_tensor(value))
-        return "tensor", str(value.dtype), tuple(value.shape), num_bytes
 
 
 def facts_of_dataset(dataset: Any) -> dict[str, Part]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.importing import loaded_module
 from raypipe.transform.block_memory import reused_memory
-from raypipe.transform.fields import Field, Ragged
+from raypipe.transform.fields import Field, Ragged, SampleFields
 from raypipe.transform.user_code import unpickled
 
 if TYPE_CHECKING:
@@ -74,7 +75,12 @@ class Packer:
 
     def pack(self, nest: Any) -> dict[str, np.ndarray | Ragged]:
         """Return a nest as fields of a micro-batch."""
-        values = _pickled(nest)
+        try:
+            values = _Pickler(keeps_memo=False)
+            values.dump(nest)
+        except (ValueError, RecursionError):  # it refers to itself
+            values = _Pickler(keeps_memo=True)
+            values.dump(nest)
         objects = _OBJECTS if values.has_objects else b""
         classes = self._dump(values.classes) if values.classes else b""
         parts = [values.file.getvalue(), _joined(values.arrays).tobytes(), objects]
@@ -128,7 +134,7 @@ def difference(first: Any, second: Any) -> Literal["", "numbers", "others"]:
 
 
 def _content(nest: Any) -> list[bytes]:
-    fields: dict[str, Any] = Packer().pack(nest)
+    fields: SampleFields = Packer().pack(nest)
     return [*fields[FORM].unpacked()[:2], fields[TENSORS].tobytes()]
 
 
@@ -206,37 +212,24 @@ class _Unpacker(pickle.Unpickler):
         kind, start, name, shape, more = pid
         if kind == "class":
             return self._classes[start]
+        content: Any
+        dtype: Any
         if kind == "array":
+            content = self._arrays
             dtype = np.dtype(name)
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            return self._arrays[start : start + num_bytes].view(dtype).reshape(shape)
-        return self._tensor(start, name, shape, more)
-
-    def _tensor(self, start: int, name: str, shape: tuple[int, ...], more: Any) -> Any:
-        import torch
-
-        dtype = getattr(torch, name)
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if num_bytes:
-            values = self._tensors[start : start + num_bytes].view(dtype).view(shape)
         else:
-            values = torch.empty(shape, dtype=dtype, device=self._tensors.device)
+            import torch
+
+            content = self._tensors
+            dtype = getattr(torch, name)
+        end = start + math.prod(shape) * dtype.itemsize
+        values = content[start:end].view(dtype).reshape(shape)
         if more is None:
             return values
         subclass, attributes = more
         tensor = values.as_subclass(subclass)
         tensor.__dict__.update(attributes)
         return tensor
-
-
-def _pickled(nest: Any) -> _Pickler:
-    try:
-        pickler = _Pickler(keeps_memo=False)
-        pickler.dump(nest)
-    except (ValueError, RecursionError):  # it refers to itself
-        pickler = _Pickler(keeps_memo=True)
-        pickler.dump(nest)
-    return pickler
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:
@@ -280,20 +273,18 @@ def _joined(parts: list[np.ndarray], memory: np.ndarray = _NOTHING) -> np.ndarra
     """Join parts end to end: in this memory, if it is as long and all parts that lie in it are in their places."""
     ends = list(itertools.accumulate(map(len, parts)))
     num_bytes = ends[-1] if ends else 0
-    missing = dict[int, np.ndarray]()
+    missing = list[tuple[np.ndarray, np.ndarray]]()
     if len(memory) == num_bytes:
-        first = _address(memory)
         for part, end in zip(parts, ends, strict=True):
-            start = end - len(part)
-            offset = _address(part) - first
-            if not len(part) or offset == start:
+            place = memory[end - len(part) : end]
+            if not len(part) or _address(part) == _address(place):
                 continue
-            if 0 <= offset < num_bytes:
+            if np.may_share_memory(part, memory):
                 break
-            missing[start] = part
+            missing.append((place, part))
         else:
-            for start, part in missing.items():
-                memory[start : start + len(part)] = part
+            for place, part in missing:
+                place[:] = part
             return memory
     memory = reused_memory(num_bytes)
     return np.concatenate([memory[:0], *parts], out=memory)

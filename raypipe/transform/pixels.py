@@ -1,80 +1,84 @@
 """Pixels of a stream's images, `transform.decode`: the values that its transforms get and may return.
 
-RGB       they get uint8 (H, W, 3); they return the same, or floats of 1 or 3 channels, which become float32
-ARRAYS    they get and return integers or floats of up to 64 bits, of any number of channels
+RGB       they get uint8 (H, W, 3), which programs take; they return the same, or floats of 1 or 3 channels, which
+          become float32
+arrays    they get and return integers or floats of up to 64 bits, of any number of channels; (H, W) has one
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.importing import is_of
-from raypipe.transform.fields import VIEW
+from raypipe.transform.fields import VIEW, Arrays
 from raypipe.transform.pipelines import TransformKind
 
+_IMAGE = {
+    True: "uint8 {layout} with 3 channels, or floats {layout} with 1 or 3",
+    False: "integers or floats of up to 64 bits, {layout}",
+}
+_VIEW = {True: "uint8 (H, W, 3), (n, H, W, 3)", False: "(H, W, C), (n, H, W, C)"}
+"""The accepted results, for messages, by whether images are RGB."""
 
-@dataclass(frozen=True)
-class Pixels:
-    """The images that transforms get and return.
 
-    Attributes:
-        is_rgb: they get uint8 RGB, which programs take. Otherwise (H, W) is an image of one channel, too.
-        taken: returns an array (…, H, W, C) as it travels, or None if it is refused.
-        image, view: the accepted results, for messages.
+def image_of(result: Any, are_rgb: bool, kind: TransformKind = "plain") -> np.ndarray:
+    """Check the image that a transform of this kind returned, and return it as it travels: (H, W, C).
+
+    Tensors have their channels first; arrays have them last, or, from torchvision's, maybe first.
     """
+    by_torchvision = kind in ("torchvision", "pil")
+    array = channels_last(result)
+    if isinstance(array, np.ndarray):
+        if by_torchvision and array is result and len(array) in (1, 3):
+            array = np.moveaxis(array, 0, -1)
+        if array.ndim == 2 and not are_rgb:
+            array = array[..., None]
+        taken = _taken(array, are_rgb) if array.ndim == 3 else None
+        if taken is not None:
+            return taken
+    layout = "CHW" if by_torchvision or is_tensor(result) else "HWC"
+    views = ""
+    if isinstance(result, list | tuple):
+        views = ", or several views as a dict, {name: image, …}"
+    raise ConfigError(
+        f"the transform returned {_came(result)}; it must return {_IMAGE[are_rgb].format(layout=layout)}{views}"
+    )
 
-    is_rgb: bool
-    taken: Callable[[np.ndarray], np.ndarray | None]
-    image: str
-    view: str
 
-    def of_image(self, result: Any, kind: TransformKind = "plain") -> np.ndarray:
-        """Check the image that a transform of this kind returned, and return it as it travels: (H, W, C).
+def views_of(returned: Mapping[Any, Any], are_rgb: bool) -> Arrays:
+    """Check the views that a function returned, and return them by field: each (H, W, C) or (n, H, W, C)."""
+    views = {}
+    for name, given in returned.items():
+        value = _view(given)
+        taken = None
+        if isinstance(value, np.ndarray) and value.ndim in (3, 4):
+            taken = _taken(value, are_rgb)
+        if taken is None or not isinstance(name, str):
+            raise ConfigError(
+                f"the transform returned {_came(value)} for view {name!r}: it must be {_VIEW[are_rgb]}, or a list "
+                "of n of one size, by a name"
+            )
+        views[f"{VIEW}.{name}"] = taken
+    if not views:
+        raise ConfigError("the transform returned a mapping without views")
+    return views
 
-        Tensors have their channels first; arrays have them last, or, from torchvision's, maybe first.
-        """
-        by_torchvision = kind in ("torchvision", "pil")
-        layout = "CHW" if by_torchvision or is_tensor(result) else "HWC"
-        array = channels_last(result)
-        if isinstance(array, np.ndarray):
-            if by_torchvision and array is result and len(array) in (1, 3):
-                array = np.moveaxis(array, 0, -1)
-            if array.ndim == 2 and not self.is_rgb:
-                array = array[..., None]
-            if array.ndim == 3 and array.size:
-                taken = self.taken(array)
-                if taken is not None:
-                    return taken
-        views = ""
-        if isinstance(result, list | tuple):
-            views = ", or several views as a dict, {name: image, …}"
-        raise ConfigError(
-            f"the transform returned {_came(result)}; it must return {self.image.format(layout=layout)}{views}"
-        )
 
-    def of_views(self, returned: Mapping[Any, Any]) -> dict[str, np.ndarray]:
-        """Check the views that a function returned, and return them by field: each (H, W, C) or (n, H, W, C)."""
-        views = {}
-        for name, given in returned.items():
-            value = _view(given)
-            taken = None
-            if isinstance(value, np.ndarray) and value.ndim in (3, 4) and value.size:
-                taken = self.taken(value)
-            if taken is None or not isinstance(name, str):
-                raise ConfigError(
-                    f"the transform returned {_came(value)} for view {name!r}: it must be {self.view}, or a list "
-                    "of n of one size, by a name"
-                )
-            views[f"{VIEW}.{name}"] = taken
-        if not views:
-            raise ConfigError("the transform returned a mapping without views")
-        return views
+def _taken(array: np.ndarray, are_rgb: bool) -> np.ndarray | None:
+    """Return an array (…, H, W, C) as it travels; None: it is refused."""
+    if not array.size:
+        return None
+    if are_rgb and not is_rgb(array):
+        is_taken = array.dtype.kind == "f" and array.shape[-1] in (1, 3)
+        return array.astype(np.float32) if is_taken else None
+    dtype = array.dtype
+    is_taken = dtype.kind in "uif" and dtype.itemsize <= 8 and dtype.isnative
+    return array if is_taken else None
 
 
 def _came(result: Any) -> str:
@@ -121,36 +125,3 @@ def is_rgb(image: Any) -> bool:
     """True for arrays uint8 (…, H, W, 3)."""
     is_bytes = isinstance(image, np.ndarray) and image.dtype == np.uint8
     return is_bytes and image.ndim > 2 and image.shape[-1] == 3
-
-
-def _rgb_or_floats(array: np.ndarray) -> np.ndarray | None:
-    if is_rgb(array):
-        return array
-    if array.dtype.kind == "f" and array.shape[-1] in (1, 3):
-        return array.astype(np.float32)
-    return None
-
-
-def _numbers(array: np.ndarray) -> np.ndarray | None:
-    dtype = array.dtype
-    is_taken = dtype.kind in "uif" and dtype.itemsize <= 8 and dtype.isnative
-    return array if is_taken else None
-
-
-RGB = Pixels(
-    is_rgb=True,
-    taken=_rgb_or_floats,
-    image="uint8 {layout} with 3 channels, or floats {layout} with 1 or 3",
-    view="uint8 (H, W, 3), (n, H, W, 3)",
-)
-ARRAYS = Pixels(
-    is_rgb=False,
-    taken=_numbers,
-    image="integers or floats of up to 64 bits, {layout}",
-    view="(H, W, C), (n, H, W, C)",
-)
-
-
-def pixels_of(decode: str) -> Pixels:
-    """The pixels of a stream's images, by `transform.decode`."""
-    return ARRAYS if decode == "array" else RGB

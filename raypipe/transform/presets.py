@@ -14,9 +14,8 @@ about that of the size, as about 1 for squares.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Steps, build_steps
+from raypipe.transform.transform_steps import Step, Steps, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import (
     VIEW_PRESETS,
@@ -72,11 +71,13 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
             )
         views = find_views(transform, size)
         for name, view in views.items():
-            with _of_view(name):
+            try:
                 built = tuple(
                     build_transform(view_transform, view.size, by_library)
                     for view_transform in view.transforms
                 )
+            except ConfigError as error:
+                raise ConfigError(f"view {name!r}: {error}") from error
             views[name] = replace(view, transforms=built)
         return views
     if isinstance(transform, str):
@@ -94,15 +95,6 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
     if isinstance(transform, list):
         return build_steps(transform)
     return transform
-
-
-@contextlib.contextmanager
-def _of_view(name: str) -> Iterator[None]:
-    """Errors within say which view they are of."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"view {name!r}: {error}") from error
 
 
 def check_name(name: str) -> None:
@@ -139,7 +131,7 @@ def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
     return {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
 
 
-def _smallest(size: Size) -> dict[str, Any]:
+def _smallest(size: Size) -> Step:
     """The resize before a center crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
     return {
         "SmallestMaxSize": {
@@ -155,7 +147,7 @@ def _crop_and_flip(size: Size) -> Steps:
     ]
 
 
-def _box(name: str, size: Size) -> dict[str, Any]:
+def _box(name: str, size: Size) -> Step:
     return {name: dict(zip(("height", "width"), sides_of(size), strict=True))}
 
 

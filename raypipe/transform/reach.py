@@ -150,29 +150,21 @@ class ReachedGenerators:
             if getattr(generator, "random_generator", self) is not self._seeded
         ]
         # looked at once, since `rewind` is called for each sample
-        self._numbered = [
-            (number, generator)
-            for number, generator in enumerate(self._found)
-            if is_generator(generator)
-        ]
-        self._pipelines = [
-            generator for generator in self._found if not is_generator(generator)
-        ]
+        self._numbered = list[tuple[int, Any]]()
+        self._pipelines = list[Any]()
+        for number, generator in enumerate(self._found):
+            if is_generator(generator):
+                self._numbered.append((number, generator))
+            else:
+                self._pipelines.append(generator)
         return any(id(generator) not in before for generator in self._found)
 
-    def keyed(self, key: Key) -> contextlib.AbstractContextManager[None]:
-        """Context manager: they draw under a sample's key; then their states are as they were."""
-        return self._rewound(key) if self._found else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _rewound(self, key: Key) -> Iterator[None]:
-        with self.kept():
-            self.rewind(key)
-            yield
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: then their states are as they were."""
+        return self._states_kept() if self._found else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _states_kept(self) -> Iterator[None]:
         put_back = [_state_of(generator) for generator in self._found]
         try:
             yield
@@ -182,7 +174,8 @@ class ReachedGenerators:
 
     def rewind(self, key: Key) -> None:
         """Let them draw under a sample's key; within `kept`."""
-        next(self.rewound([key]))
+        if self._found:
+            next(self.rewound([key]))
 
     def rewound(self, keys: Sequence[Key]) -> Iterator[Key]:
         """Yield keys, one after the other, under which they then draw; within `kept`.

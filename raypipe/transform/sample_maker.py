@@ -24,7 +24,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
 from raypipe.stores.base import Columns
-from raypipe.transform.at_once import KernelImages
+from raypipe.transform.at_once import KernelImages, join_crops, view_images
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.array import decoder_of
 from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
@@ -35,9 +35,19 @@ from raypipe.transform.decode.rgb import (
 )
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import IMAGE, LABEL, Field, Ragged, Rows, images_in, learn
+from raypipe.transform.fields import (
+    IMAGE,
+    LABEL,
+    Arrays,
+    Field,
+    Ragged,
+    Rows,
+    SampleFields,
+    Shape,
+    images_in,
+    learn,
+)
 from raypipe.transform.keys import Key
-from raypipe.transform.pixels import pixels_of
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL
@@ -45,7 +55,6 @@ from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import failing
-from raypipe.transform.view_images import join_crops, view_images
 
 
 def stream_fields(
@@ -92,11 +101,11 @@ class SampleMaker:
         self._config = config
         self._sides = sides
         self._targets = config.target_columns
-        pixels = pixels_of(config.decode)
+        are_rgb = config.decode != "array"
         built = build_transform(
-            transform, size or config.final_size, by_library=not pixels.is_rgb
+            transform, size or config.final_size, by_library=not are_rgb
         )
-        self._views = view_images(built, pixels, tuple(self._targets))
+        self._views = view_images(built, are_rgb, tuple(self._targets))
         self._transforms = [view.transform for view in self._views]
         self._has_views = self._views[0].field != IMAGE
         self._columns = ColumnMaker(columns) if columns else None
@@ -105,8 +114,7 @@ class SampleMaker:
         )
         self._decode = decoder_of(config)
         # Crops are taken of undecoded JPEGs; views share one decoding of the whole image.
-        has_crop = self._transforms[0].crop_target is not None
-        self._crops_first = has_crop and not self._has_views
+        self._crops_first = self._transforms[0].crops_first and not self._has_views
         self._at_once: KernelImages | EncodedImages | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
@@ -114,7 +122,7 @@ class SampleMaker:
             self._encoded = EncodedImages(only, brief(transform), config.apply_exif)
             self._at_once = self._encoded
             self.fields[MAP] = self._encoded.field
-        elif pixels.is_rgb:
+        elif are_rgb:
             self._use_kernel(threads)
 
     @property
@@ -127,14 +135,15 @@ class SampleMaker:
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""
         has_rest = any(transform.has_rest for transform in self._transforms)
-        is_known = all(transform.program for transform in self._transforms)
-        if not is_known or (self._targets and has_rest):
+        programs = [transform.program for transform in self._transforms]
+        if None in programs or (self._targets and has_rest):
             return
         self._at_once = KernelImages(
             self._views, self._config.apply_exif, self._decode, threads
         )
         if not has_rest:  # sizes are known before the first sample
-            blanks = [_blank(transform) for transform in self._transforms]
+            sizes = [program.size or () for program in programs if program]
+            blanks = [np.empty((*size, 3), np.uint8) for size in sizes]
             self._check(join_crops(self._views, blanks))
 
     def make(self, samples: Columns, keys: np.ndarray) -> Rows:
@@ -193,7 +202,7 @@ class SampleMaker:
         for transform in self._transforms:
             transform.weaken(strength)
 
-    def slow(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
+    def slow(self, samples: Columns, row: int, key: Key) -> SampleFields:
         """Make the fields of one of some samples, see `raypipe.transform.fields`.
 
         Raises:
@@ -270,13 +279,13 @@ class SampleMaker:
         return is_made
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
+    def image_shape(self) -> Shape:
         """(H, W, C) of the images, also where the device makes them; empty: not known yet, or of views."""
         if self._encoded:
             return self._encoded.image_shape
         return self.fields.get(IMAGE, Field()).shape or ()
 
-    def _others(self, samples: Columns, row: int, key: Key) -> dict[str, Any]:
+    def _others(self, samples: Columns, row: int, key: Key) -> SampleFields:
         """Label and columns of a sample."""
         label = int(samples.labels[row])
         if label == NO_LABEL:
@@ -285,8 +294,8 @@ class SampleMaker:
         return {LABEL: label, **columns}
 
     def _transformed(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> dict[str, Any]:
+        self, image: np.ndarray | Undecoded, targets: SampleFields, key: Key
+    ) -> SampleFields:
         """The images that are made of a sample's, and its targets."""
         if not self._has_views:
             return self._transforms[0].with_targets(image, targets, key)
@@ -305,7 +314,7 @@ class SampleMaker:
 
     def _followers(
         self, samples: Columns, row: int, params: np.ndarray, size: Sides
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """The fields of targets that follow an image of this size through the program."""
         if not self._targets:
             return {}
@@ -318,9 +327,7 @@ class SampleMaker:
             program.size,
         )
 
-    def _decoded_targets(
-        self, samples: Columns, row: int, size: Sides
-    ) -> dict[str, np.ndarray]:
+    def _decoded_targets(self, samples: Columns, row: int, size: Sides) -> Arrays:
         """Targets of an image of this size; an error says so where the image is one that metadata turns."""
         try:
             columns = samples.row(row) if self._targets else {}
@@ -342,10 +349,10 @@ class SampleMaker:
 
     def _finished(
         self,
-        transformed: dict[str, np.ndarray],
-        targets: dict[str, np.ndarray],
-        shape: tuple[int, ...],
-    ) -> dict[str, np.ndarray]:
+        transformed: Arrays,
+        targets: Arrays,
+        shape: Shape,
+    ) -> Arrays:
         """The fields of targets behind the transform; `shape` is that of the image."""
         limit = self._config.max_targets
         return {
@@ -355,7 +362,7 @@ class SampleMaker:
             for name, value in targets.items()
         }
 
-    def _check(self, images: dict[str, np.ndarray]) -> None:
+    def _check(self, images: Arrays) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the first."""
         sides = images[IMAGE].shape[:2] if IMAGE in images else ()
         if self._sides and sides != self._sides:
@@ -379,13 +386,7 @@ class SampleMaker:
             )
 
 
-def _blank(transform: SampleTransform) -> np.ndarray:
-    """An image of the size and dtype that a program makes."""
-    assert transform.program is not None
-    return np.empty((*(transform.program.size or ()), 3), np.uint8)
-
-
-def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _by_keyword(targets: Arrays) -> Arrays:
     return {TARGETS[name].keyword: value for name, value in targets.items()}
 
 

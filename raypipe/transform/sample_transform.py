@@ -32,20 +32,22 @@ from typing import Any
 import numpy as np
 
 from raypipe import kernel
-from raypipe.kernel import DONE, POINTS, Job, Program, follow
+from raypipe.kernel import DONE, POINTS, Job, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.albumentations import find_program
 from raypipe.transform.decode.jpeg import Box, Undecoded
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.fields import IMAGE, SampleFields
 from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.pipelines import has_hooks, has_user_code, transform_kind
-from raypipe.transform.pixels import RGB, Pixels, is_rgb
+from raypipe.transform.pixels import image_of, is_rgb, views_of
 from raypipe.transform.process_state import drawn, seed_opencv, seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.tv_targets import by_torchvision
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, rng_parameter
+
+Image = np.ndarray | Undecoded
 
 
 class SampleTransform:
@@ -57,34 +59,37 @@ class SampleTransform:
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
-        pixels: kind of the images; the text below has that of RGB.
+        are_rgb: whether the images are RGB, as the text below has it, or arrays.
         targets: names of the image's targets.
 
     Attributes:
         given: the transform as it was passed.
         program: its first steps, as far as they are known; None = none.
         has_rest: whether steps follow the program.
-        crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
-            none.
+        crops_first: whether it begins with a random resized crop, so that no more of an image need be decoded.
         draws_globally: it may draw from generators that all threads share.
         has_user_code: it may run code that neither raypipe nor the libraries of the table have.
     """
 
     def __init__(
-        self, transform: Any, pixels: Pixels = RGB, targets: Collection[str] = ()
+        self, transform: Any, are_rgb: bool = True, targets: Collection[str] = ()
     ) -> None:
         self.given = transform
-        self._pixels = pixels
-        self.program, remaining_steps = _split_program(transform, pixels, targets)
+        self._are_rgb = are_rgb
+        self.program, remaining_steps = find_program(transform)
+        has_points = any(TARGETS[name].keyword in POINTS for name in targets)
+        lacks_points = has_points and self.program and not self.program.takes_points
+        if lacks_points or (remaining_steps and not are_rgb):
+            # the library does it all
+            self.program = None
+            remaining_steps = []
         self._whole = self.program
         # The library transforms arrays that are no RGB in all steps.
-        self.has_rest = (
-            bool(remaining_steps) or self.program is None or not pixels.is_rgb
-        )
+        self.has_rest = bool(remaining_steps) or self.program is None or not are_rgb
         if remaining_steps:
             transform = sys.modules["albumentations"].Compose(remaining_steps)
         self.kind = transform_kind(transform)
-        self._forms = forms_of(self.kind, pixels.is_rgb)
+        self._forms = forms_of(self.kind, are_rgb)
         self._form = self._forms[0]
         # Its first image shows whether it takes that.
         self._may_find_form = len(self._forms) > 1 and not targets
@@ -95,11 +100,11 @@ class SampleTransform:
         self.transform = for_form(transform, self._form)
         self.has_user_code = self.kind == "plain" or has_user_code(self.transform)
         self._hand_generators()
-        self.crop_target: Sides | None = None
-        if self.program and pixels.is_rgb:
-            self.crop_target = self.program.crop_target
-        elif pixels.is_rgb and not targets:
-            self.crop_target = _size_of_crop(self.transform)
+        self.crops_first = False
+        if self.program and are_rgb:
+            self.crops_first = self.program.crop_target is not None
+        elif are_rgb and not targets:
+            self.crops_first = _begins_with_crop(self.transform)
 
     def _hand_generators(self) -> None:
         """Make the generators, and give them to the transform, or to the generators that it reaches."""
@@ -131,18 +136,18 @@ class SampleTransform:
             return False
         return all(step.p >= 1 and step.num_uniforms == 0 for step in self._whole.steps)
 
-    def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
+    def __call__(self, image: Image, key: Key) -> np.ndarray:
         """Transform an image without targets, see `with_targets`."""
         return self.with_targets(image, {}, key)[IMAGE]
 
     def with_targets(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> dict[str, Any]:
+        self, image: Image, targets: SampleFields, key: Key
+    ) -> SampleFields:
         """Transform one image and its targets.
 
         Args:
             image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
-                decoded, where there is a `crop_target`: the result is the same.
+                decoded, where it `crops_first`: the result is the same.
             targets: `mask`, `bboxes` and the like, as Albumentations takes them.
             key: determines all random draws.
 
@@ -154,7 +159,7 @@ class SampleTransform:
             ConfigError: the transform returns anything else. Errors of it and of the decoding are raised as
                 they are.
         """
-        if self.program is not None and (self._pixels.is_rgb or is_rgb(image)):
+        if self.program is not None and (self._are_rgb or is_rgb(image)):
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             keys = np.array([key], np.uint64)
             (params,), _ = self.program.draw(keys, np.array([size]))
@@ -162,7 +167,7 @@ class SampleTransform:
             if targets:
                 applied = self.program.applied(params)
                 targets = follow(applied, (size[0], size[1]), targets)
-            if self.has_rest and self._pixels.is_rgb:
+            if self.has_rest and self._are_rgb:
                 return self.finish(image, targets, key)
             return {**targets, IMAGE: image}
         if self.transform is None:
@@ -170,9 +175,7 @@ class SampleTransform:
             return {**targets, IMAGE: image}
         return self.finish(image, targets, key)
 
-    def _by_program(
-        self, image: np.ndarray | Undecoded, params: np.ndarray
-    ) -> np.ndarray:
+    def _by_program(self, image: Image, params: np.ndarray) -> np.ndarray:
         """Run the program on one image; raise ValueError if it is too small for a crop."""
         program = self.program
         assert program is not None and program.size is not None, (
@@ -187,9 +190,7 @@ class SampleTransform:
             return kernel.apply_all(image, program.ops, params)
         return out
 
-    def finish(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> dict[str, Any]:
+    def finish(self, image: Image, targets: SampleFields, key: Key) -> SampleFields:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         if self._is_settled or not isinstance(image, np.ndarray):
             result = self._called(image, targets, key)
@@ -198,11 +199,11 @@ class SampleTransform:
         if self.kind != "albumentations" and not targets:
             # A function that returns only `image` has mistaken Albumentations' result for the image.
             if isinstance(result, Mapping) and [*result] != [IMAGE]:
-                return self._pixels.of_views(result)
+                return views_of(result, self._are_rgb)
             result = {IMAGE: result}
-        return {**result, IMAGE: self._pixels.of_image(result[IMAGE], self.kind)}
+        return {**result, IMAGE: image_of(result[IMAGE], self._are_rgb, self.kind)}
 
-    def _settled(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
+    def _settled(self, image: np.ndarray, targets: SampleFields, key: Key) -> Any:
         """Run it for the first time, which shows its form, and pipelines that its code makes at its first call."""
         self._is_settled = True
         kept = image.copy()
@@ -211,8 +212,12 @@ class SampleTransform:
         except NOT_OF_A_SAMPLE:
             raise
         except Exception:
-            if not self._finds_form():
+            form = self._form
+            if self._may_find_form:
+                self._form = probed(self.given, self._forms, **self._rng)
+            if self._form == form:
                 raise
+            self.transform = for_form(self.given, self._form)
             result = self._called(kept.copy(), targets, key)
         if self._reached.look():
             # A pipeline that it has made drew without a seed.
@@ -220,28 +225,13 @@ class SampleTransform:
             result = self._called(kept, targets, key)
         return result
 
-    def _finds_form(self) -> bool:
-        """Change to another form, if the transform takes that and not this one."""
-        if not self._may_find_form:
-            return False
-        found = probed(self.given, self._forms, **self._rng)
-        if found is None or found[0] == self._form:
-            return False
-        self._form = found[0]
-        self.transform = for_form(self.given, self._form)
-        return True
-
-    def _called(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> Any:
+    def _called(self, image: Image, targets: SampleFields, key: Key) -> Any:
         if not self.draws_globally or "torch" in sys.modules:
             return self._drawn(image, targets, key)
         # It may write into what it is given.
         return drawn(lambda: self._drawn(*copy.deepcopy((image, targets)), key))
 
-    def _drawn(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> Any:
+    def _drawn(self, image: Image, targets: SampleFields, key: Key) -> Any:
         """Call it on an image, under a key: to seed what it is handed takes 5 µs, the process 20 to 55 more."""
         k0 = int(key[0])
         k1 = int(key[1])
@@ -254,7 +244,8 @@ class SampleTransform:
             seed_opencv(k0)  # its randn and kmeans
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
-        with self._reached.keyed((k0, k1)):
+        with self._reached.kept():
+            self._reached.rewind((k0, k1))
             if not isinstance(image, np.ndarray):
                 return _crop_first(self.transform, *image)
             if self.kind == "albumentations":
@@ -265,35 +256,18 @@ class SampleTransform:
             return self.transform(given, **self._rng)
 
 
-def _split_program(
-    transform: Any, pixels: Pixels, targets: Collection[str]
-) -> tuple[Program | None, list[Any]]:
-    """The program that a transform begins with, and the steps after it; None and [] if the library does it all."""
-    program, remaining_steps = find_program(transform)
-    if remaining_steps and not pixels.is_rgb:
-        return None, []
-    has_points = any(TARGETS[name].keyword in POINTS for name in targets)
-    if program is not None and not program.takes_points and has_points:
-        return None, []
-    return program, remaining_steps
-
-
-def _size_of_crop(pipeline: Any) -> Sides | None:
-    """(height, width) to which a torchvision pipeline resizes the crop that it begins with; None: it may begin
-    with another step.
+def _begins_with_crop(pipeline: Any) -> bool:
+    """True for a pipeline of torchvision's that begins with a random resized crop.
 
     `v2.Compose([RandomResizedCrop(…), …])` without hooks is recognized, and no look-alike (a subclass may do as it
     likes with the pixels outside).
     """
     v2 = sys.modules.get("torchvision.transforms.v2")
     if not v2 or type(pipeline) is not v2.Compose or not pipeline.transforms:
-        return None
+        return False
     first = pipeline.transforms[0]
-    if type(first) is not v2.RandomResizedCrop or not hasattr(first, "make_params"):
-        return None
-    if has_hooks(pipeline) or has_hooks(first):
-        return None
-    return tuple(first.size) * (2 // len(first.size))
+    is_crop = type(first) is v2.RandomResizedCrop and hasattr(first, "make_params")
+    return is_crop and not (has_hooks(pipeline) or has_hooks(first))
 
 
 def _crop_first(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
 import re
 import sys
@@ -28,9 +27,12 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import Sides
+from raypipe.stores.base import ColumnValues
 from raypipe.stores.numbers import exactly, stored_numbers
-from raypipe.transform.decode.image_header import damage_in, image_kind, png_of_pixels
-from raypipe.transform.fields import Field
+from raypipe.transform.decode.image_header import damage_in, image_kind
+from raypipe.transform.decode.pillow_images import open_pillow
+from raypipe.transform.fields import Arrays, Field, SampleFields, Shape
 from raypipe.transform.pipelines import is_compose
 
 IGNORE = 255
@@ -43,7 +45,7 @@ OUTSIDE = -2
 _MAX_LABEL = 1 << 24
 
 
-def decode_mask(data: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
+def decode_mask(data: Any, size: Sides, _: str = "") -> np.ndarray:
     """Decode a mask: a PNG of 8-bit grayscale, or a palette's indices, or one bit, as 0 and 1.
 
     Args:
@@ -63,12 +65,10 @@ def decode_mask(data: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
         else:
             description = f"is a {type(data).__name__}"
         raise SampleError(f"the mask is no PNG: it {description}")
-    from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
-
     with damage_in("PNG of a mask", data):
-        image = PngImageFile(io.BytesIO(png_of_pixels(data)))
+        image = open_pillow(data, "PNG")
         if image.size != size[::-1]:
-            # before anything is allocated; the image has kept to the decoder's limit
+            # before anything is allocated
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
             )
@@ -82,9 +82,7 @@ def decode_mask(data: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
         return np.array(image, dtype=np.uint8)
 
 
-def decode_boxes(
-    value: Any, size: tuple[int, int], boxes_format: str = ""
-) -> np.ndarray:
+def decode_boxes(value: Any, size: Sides, boxes_format: str = "") -> np.ndarray:
     """Decode the boxes of a sample, cut at the image's edges.
 
     Args:
@@ -115,16 +113,12 @@ def decode_boxes(
     cut = np.clip(corners, 0, limits)
     is_beyond = np.any((corners < -1) | (corners > limits + 1), axis=1)
     is_empty = (cut[:, :2] >= cut[:, 2:]).any(1)
-    _check_each("box", boxes)
-    _refuse(
-        "box",
-        boxes,
-        is_beyond,
-        f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)",
-    )
-    _refuse(
-        "box", boxes, is_empty, "is empty: expected is x0 < x1, y0 < y1, in the image"
-    )
+    image = f"the image of {size[1]}x{size[0]} pixels (width x height)"
+    beyond = {
+        f"reaches out of {image}": is_beyond,
+        "is empty: expected is x0 < x1, y0 < y1, in the image": is_empty,
+    }
+    _refuse("box", boxes, _wrong(boxes) | beyond)
     return np.hstack([cut, boxes[:, 4:]]).astype(np.float32)
 
 
@@ -169,7 +163,7 @@ def _rows(struct: Mapping[str, Any]) -> list[list[Any]]:
     return [[*box, label] for box, label in zip(boxes, labels, strict=True)]
 
 
-def decode_keypoints(value: Any, size: tuple[int, int], _: str = "") -> np.ndarray:
+def decode_keypoints(value: Any, size: Sides, _: str = "") -> np.ndarray:
     """Decode the keypoints of a sample, in their order; they may be outside the image.
 
     Args:
@@ -183,34 +177,30 @@ def decode_keypoints(value: Any, size: tuple[int, int], _: str = "") -> np.ndarr
         SampleError: they are malformed.
     """
     keypoints = _numbers(value, "keypoints", "x, y, label")
-    _check_each("keypoint", keypoints)
+    _refuse("keypoint", keypoints, _wrong(keypoints))
     return keypoints.astype(np.float32)
 
 
-def _check_each(kind: str, rows: np.ndarray) -> None:
-    """Raise SampleError unless float32 holds all numbers, float64 (K, n), and the last of each is a label."""
+def _wrong(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Reasons against rows, float64 (K, n): float32 does not hold all numbers, or the last of each is no label."""
     labels = rows[:, -1]
     with np.errstate(over="ignore"):
         is_finite = np.all(np.isfinite(rows.astype(np.float32)), axis=1)
     is_label = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
-    _refuse(kind, rows, ~is_finite, "is not finite as float32")
-    _refuse(
-        kind,
-        rows,
-        ~is_label,
-        f"has a label that is not a whole number from 0 to {_MAX_LABEL}",
-    )
+    no_label = f"has a label that is not a whole number from 0 to {_MAX_LABEL}"
+    return {"is not finite as float32": ~is_finite, no_label: ~is_label}
 
 
-def _refuse(kind: str, rows: np.ndarray, is_wrong: np.ndarray, why: str) -> None:
-    """Raise SampleError for the first row that is wrong."""
-    for number in np.flatnonzero(is_wrong)[:1]:
-        raise SampleError(
-            f"{kind} {number} of {len(rows)}, {rows[number].tolist()}, {why}"
-        )
+def _refuse(kind: str, rows: np.ndarray, reasons: Mapping[str, np.ndarray]) -> None:
+    """Raise SampleError for the first row against which there is a reason, bool (K,)."""
+    for why, is_wrong in reasons.items():
+        for number in np.flatnonzero(is_wrong)[:1]:
+            raise SampleError(
+                f"{kind} {number} of {len(rows)}, {rows[number].tolist()}, {why}"
+            )
 
 
-def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
+def marked(keypoints: Any, shape: Shape) -> np.ndarray:
     """Transformed keypoints, float32 (K, 3), of an image of this (height, width, …): those outside have the label
     -2 - label. Raises SampleError where the transform made one infinite."""
     points = np.asarray(keypoints, np.float32).reshape(-1, 3)
@@ -249,7 +239,7 @@ class Target:
         self,
         transformed: Any,
         decoded: np.ndarray,
-        image: tuple[int, ...],
+        image: Shape,
         limit: int,
     ) -> np.ndarray:
         """The sample's value of the field.
@@ -279,9 +269,7 @@ class Target:
         return np.asarray(transformed, np.float32).reshape(-1, self.width)
 
 
-def by_pipeline(
-    pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
+def by_pipeline(pipeline: Any, image: np.ndarray, targets: Arrays) -> SampleFields:
     """Return what a pipeline of Albumentations makes of an image and its targets, by keyword.
 
     It loses keypoints that a distortion moves outside, or does not find again: they come back as outside.
@@ -313,11 +301,11 @@ TARGETS = {
 
 
 def decode_targets(
-    columns: Mapping[str, Any],
+    columns: ColumnValues,
     targets: Mapping[str, str],
-    size: tuple[int, int],
+    size: Sides,
     boxes_format: str = "",
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """Decode a sample's targets.
 
     Args:

@@ -18,17 +18,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from raypipe.config import AtLeast1, Share
 from raypipe.errors import ConfigError
 from raypipe.mistakes import choices
 from raypipe.packages import how_to_get, installed_version
-from raypipe.section import shown
+from raypipe.section import check, shown
 
 # The library asks the network for a newer version when it is imported, and AlbumentationsX tells it of pipelines.
 # Each process that unpickles a stream's transforms imports this module first.
 for _name in ("NO_ALBUMENTATIONS_UPDATE", "ALBUMENTATIONS_NO_TELEMETRY"):
     os.environ.setdefault(_name, "1")
 
-Steps = list[dict[str, Any]]
+Step = dict[str, Any]
+Steps = list[Step]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
 
 # A YAML of a few lines can stand for billions of values (aliases of aliases), and for lists that hold themselves.
@@ -152,7 +154,8 @@ def _step(step: Any, where: str) -> Any:
             )
     given = dict(arguments)
     if is_composition:  # it hardly checks its arguments
-        _check_chances(arguments, where)
+        check(f"{where}: p", arguments.get("p", 1), Share)
+        check(f"{where}: n", arguments.get("n", 1), AtLeast1)
         given["transforms"] = _built(arguments.get("transforms"), where)
     elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # Around it is a check of Albumentations', which warns and takes the defaults where it fails, but for this.
@@ -165,16 +168,6 @@ def _step(step: Any, where: str) -> Any:
         ) from error
     _check_takes_image(transform, name, where)
     return transform
-
-
-def _check_chances(arguments: dict[str, Any], where: str) -> None:
-    """Raise ConfigError for a composition's chance, or number of steps, that is out of range."""
-    p = arguments.get("p", 1)
-    n = arguments.get("n", 1)
-    is_chance = isinstance(p, int | float) and 0 <= p <= 1
-    if not (is_chance and isinstance(n, int) and n >= 1):
-        expected = "p must be in [0, 1], and n a whole number of at least 1"
-        raise ConfigError(f"{where}: {expected}, got p={shown(p)} and n={shown(n)}")
 
 
 def _check_takes_image(transform: Any, name: str, where: str) -> None:
@@ -239,12 +232,8 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     errors = getattr(error.__cause__, "errors", None)
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    details = (
-        (str(detail["loc"][0]) if detail["loc"] else "", detail["msg"])
-        for detail in errors()
-    )
-    reasons = (
-        f"{name}: {message}, got {shown(arguments.get(name))}"
-        for name, message in details
-    )
-    return "; ".join(dict.fromkeys(reasons))
+    reasons = dict[str, None]()
+    for detail in errors():
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        reasons[f"{name}: {detail['msg']}, got {shown(arguments.get(name))}"] = None
+    return "; ".join(reasons)

@@ -7,22 +7,21 @@ A pipeline gets the image and a dict of what the stream has, and returns both:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.fields import IMAGE
+from raypipe.plan.places import Sides
+from raypipe.transform.fields import IMAGE, Arrays, SampleFields
 
 _LEAST = (
     1 - 1e-3
 )  # pixels of a box's width and height that is kept; corners are float32
 
 
-def by_torchvision(
-    pipeline: Any, image: Any, targets: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
+def by_torchvision(pipeline: Any, image: Any, targets: Arrays) -> SampleFields:
     """Return what a pipeline makes of an image and its targets, by Albumentations' keywords.
 
     Args:
@@ -76,13 +75,11 @@ def _mask(mask: np.ndarray) -> np.ndarray:
     return mask.astype(np.uint8)
 
 
-def _as_tensors(
-    targets: Mapping[str, np.ndarray], size: tuple[int, int]
-) -> dict[str, Any]:
+def _as_tensors(targets: Arrays, size: Sides) -> SampleFields:
     import torch
     from torchvision import tv_tensors
 
-    given = dict[str, Any]()
+    given = SampleFields()
     for name, target in targets.items():
         tensor = torch.from_numpy(target)
         if name == "mask":

@@ -25,9 +25,11 @@ from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain
 from raypipe.section import check
+from raypipe.transform.transform_steps import Step, Steps
 
 _NAME = re.compile(r"[\w-]+")
 _KNOWN = ("transform", "transforms", "count", "size")
+_GIVEN = ({"transform"}, {"transform", "count"}, {"transforms"})
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class View:
     size: int
 
 
-class PresetSteps(list[dict[str, Any]]):
+class PresetSteps(list[Step]):
     """Steps of a raypipe preset, whose values need no check."""
 
 
-def _crop(size: int, scale: list[float]) -> dict[str, Any]:
+def _crop(size: int, scale: list[float]) -> Step:
     cubic = 2  # OpenCV's number of it, as DINO's code has it
     return {
         "RandomResizedCrop": {
@@ -60,7 +62,7 @@ def _crop(size: int, scale: list[float]) -> dict[str, Any]:
     }
 
 
-def color_jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
+def color_jitter(strengths: Sequence[float], p: float) -> Step:
     """A ColorJitter by how far its factors go from 1, and by how far the hue turns."""
     *factors, hue = strengths
     names = ("brightness", "contrast", "saturation")
@@ -71,7 +73,7 @@ def color_jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
     return {"ColorJitter": {**limits, "hue": (-hue, hue), "p": p}}
 
 
-def _colors(*strengths: float) -> list[dict[str, Any]]:
+def _colors(*strengths: float) -> Steps:
     """A flip, and the distortion of colors: jitter in 8 of 10, gray in 2 of 10."""
     return [
         {"HorizontalFlip": {"p": 0.5}},
@@ -80,7 +82,7 @@ def _colors(*strengths: float) -> list[dict[str, Any]]:
     ]
 
 
-def _blur(p: float) -> dict[str, Any]:
+def _blur(p: float) -> Step:
     return {"GaussianBlur": {"sigma_limit": [0.1, 2.0], "p": p}}
 
 
@@ -156,13 +158,11 @@ def _view(name: object, entry: Any, size: int) -> View:
         )
     count = check(f"{where}: count", entry.get("count", 1), Crops)
     size = check(f"{where}: size", entry.get("size", size), Side)
-    has_one = "transform" in entry
-    has_several = "transforms" in entry
-    if has_one == has_several or (has_several and "count" in entry):
+    if {*entry} - {"size"} not in _GIVEN:
         raise ConfigError(
             f"{where}: it needs a transform, with a count or without, or else transforms"
         )
-    transforms = entry["transforms"] if has_several else [entry["transform"]]
+    transforms = entry.get("transforms", [entry.get("transform")])
     if not isinstance(transforms, list | tuple) or not transforms:
         raise ConfigError(
             f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}"

@@ -93,7 +93,7 @@ def test_targets_move_as_by_a_call_by_hand(name: str) -> None:
     pipeline, targets = PIPELINES[name]
     transform = SampleTransform(pipeline, targets=tuple(targets))
     keywords = ["bboxes" if target == "boxes" else target for target in targets]
-    assert transform.crop_target is None
+    assert not transform.crops_first
     for seed in range(8):
         targets_of_sample = {name: given()[name] for name in keywords}
         made = transform.with_targets(IMAGE.copy(), targets_of_sample, (seed, 0))

@@ -26,6 +26,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import cv2
 from raypipe.packages import to_install
+from raypipe.plan.places import Sides
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode.image_header import (
     damage_in,
@@ -36,7 +37,7 @@ from raypipe.transform.decode.image_header import (
 )
 from raypipe.transform.decode.jpeg import upright
 from raypipe.transform.decode.limits import check_size
-from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
+from raypipe.transform.decode.rgb import Stored, decode, image_size, stored_bytes
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
 # bits by color
@@ -53,7 +54,7 @@ _TIFF_JPEG = 7  # a compression
 _ORIENTATION = 274  # a tag
 
 
-def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
+def decode_array(data: Stored) -> np.ndarray:
     """Decode one stored array or image.
 
     Returns:
@@ -83,7 +84,7 @@ def decoder_of(config: TransformConfig) -> Callable[[bytes], np.ndarray]:
     return functools.partial(decode, exif=config.apply_exif)
 
 
-def decode_any(data: bytes | memoryview | None) -> np.ndarray:
+def decode_any(data: Stored) -> np.ndarray:
     """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as `decode_array` does."""
     try:
         return decode(data)
@@ -94,7 +95,7 @@ def decode_any(data: bytes | memoryview | None) -> np.ndarray:
         raise
 
 
-def header_size(data: bytes | memoryview | None, exif: bool = False) -> tuple[int, int]:
+def header_size(data: Stored, exif: bool = False) -> Sides:
     """(height, width) that `decode`, or else `decode_array`, gives, by the header; raises SampleError."""
     try:
         return image_size(data, exif=exif)
@@ -103,13 +104,8 @@ def header_size(data: bytes | memoryview | None, exif: bool = False) -> tuple[in
         if encoded.startswith(NPY):
             height, width, *_ = _image_header(encoded).shape
             return height, width
-        if image_kind(encoded) == "TIFF":
-            return _tiff_size(encoded)
-        raise
-
-
-def _tiff_size(encoded: bytes) -> tuple[int, int]:
-    """(height, width) of a TIFF as `decode_array` gives it, by its header; raises SampleError."""
+        if image_kind(encoded) != "TIFF":
+            raise
     with damage_in("TIFF", encoded):
         page = _tiff_page(encoded)
         size = page.imagelength, page.imagewidth

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import Sides
 from raypipe.transform.decode.limits import check_size
 from raypipe.transform.silence import silenced
 
@@ -27,11 +28,10 @@ _MAGIC = {
 }
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame.
 _WEBP_BYTES = 19
-_PNG_ORIENTATION = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
-_PNG_METADATA = _PNG_ORIENTATION | set(
+PNG_ORIENTATION = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
+_PNG_METADATA = PNG_ORIENTATION | set(
     b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
 )
-_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
 # Brands of an ISO file: AVIF has some of HEIC's as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
@@ -54,26 +54,19 @@ def image_kind(data: bytes) -> str | None:
     )
 
 
-def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
+def plain_size(data: bytes, kind: str) -> Sides | None:
     """(height, width) of a PNG or WebP that cv2 reads as Pillow does; None for any other, and other kinds.
+
+    Of PNGs those are undamaged ones of 8-bit gray or RGB, without extras. Checksums are compared here: libpng
+    writes its complaint to stderr, and cv2 returns what it has when the rest is missing.
 
     Raises:
         SampleError: it is over a limit.
     """
     if kind == "WebP":
         return webp_size(data)
-    if kind == "PNG":
-        return _plain_png_size(data)
-    return None
-
-
-def _plain_png_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit gray or RGB, no extras.
-
-    The checksums are compared here because libpng would write its complaint to stderr, and because cv2
-    returns what it has when the rest is missing.
-    """
-    if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
+    is_plain = data[24:26] in (b"\x08\x00", b"\x08\x02")
+    if kind != "PNG" or data[12:16] != b"IHDR" or not is_plain:
         return None
     if not all(
         holds and kind in (b"IHDR", b"IDAT", b"IEND")
@@ -85,7 +78,7 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     return (height, width) if width and height else None
 
 
-def png_size(data: bytes) -> tuple[int, int]:
+def png_size(data: bytes) -> Sides:
     """(height, width) in the header of a PNG."""
     return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
 
@@ -123,20 +116,7 @@ def png_of_pixels(data: bytes) -> bytes:
     return b"".join(kept)
 
 
-def orientation_chunks(data: bytes) -> bytes:
-    """Return a PNG of the header and the metadata that may have an orientation, also from behind the pixels.
-
-    It is empty if there is no such metadata, or if it is damaged.
-    """
-    metadata = [
-        chunk
-        for kind, chunk, holds in png_chunks(data)
-        if holds and kind in _PNG_ORIENTATION
-    ]
-    return data[:33] + b"".join(metadata) + _PNG_END if metadata else b""
-
-
-def webp_size(data: bytes) -> tuple[int, int] | None:
+def webp_size(data: bytes) -> Sides | None:
     """(height, width) of a complete lossy WebP without extras; None for any other.
 
     Raises:

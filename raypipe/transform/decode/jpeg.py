@@ -8,6 +8,7 @@ bad samples, and can make one run together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -50,16 +51,11 @@ def sizes_by_header(
     return found
 
 
-def decode_jpeg(
-    data: bytes, size: tuple[int, int], min_side: int | None = None
-) -> np.ndarray:
+def decode_jpeg(data: bytes, size: Sides, min_side: int | None = None) -> np.ndarray:
     """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `rgb.decode`."""
-    image = None
-    short_side = min_side or 0
-    if not short_side or min(size) < 2 * short_side:
-        short_side = 0
-        image = _by_extension(data, (0, 0, *size), extra_columns=0)
-    return decode_jpeg_at(data, short_side) if image is None else image
+    if min_side and min(size) >= 2 * min_side:
+        return decode_jpeg_at(data, min_side)
+    return decode_box(data, (0, 0, *size), extra_columns=0)
 
 
 def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
@@ -98,42 +94,29 @@ def open_for_crop(data: bytes, exif: bool) -> Undecoded | None:
     return size, functools.partial(decode_box, data)
 
 
-def decode_box(data: bytes, box: Box) -> np.ndarray:
+def decode_box(data: bytes, box: Box, extra_columns: int = EXTRA_COLUMNS) -> np.ndarray:
     """Decode a box of a JPEG that `jpeg_size` could read; the same with and without the extension.
 
+    Args:
+        extra_columns: room for columns decoded next to the box; 0 for a whole image: C-contiguous.
+
     Returns:
-        uint8 RGB of shape (h, w, 3), writable; a view.
+        uint8 RGB of shape (h, w, 3), writable; maybe a view.
 
     Raises:
         SampleError: the file is damaged, in the box or anywhere else.
     """
-    crop = _by_extension(data, box)
-    if crop is not None:
-        return crop
     top, left, height, width = box
+    if not why_no_kernel():
+        # whatever it does not like, simplejpeg has the last word on
+        with contextlib.suppress(ValueError):
+            pixels = np.empty((height, width + extra_columns, 3), np.uint8)
+            # True: it reads behind the box as well, so that damage there is found.
+            first = decode_crop(
+                data, left, top, width, height, True, pixels, width + extra_columns
+            )
+            return pixels[:, first : first + width]
     return decode_jpeg_at(data, 0)[top : top + height, left : left + width]
-
-
-def _by_extension(
-    data: bytes, box: Box, extra_columns: int = EXTRA_COLUMNS
-) -> np.ndarray | None:
-    """Decode a box, maybe as a view; return None without the extension or if it rejects the bytes.
-
-    Args:
-        extra_columns: room for columns decoded next to the box; 0 for a whole image: C-contiguous.
-    """
-    if why_no_kernel():
-        return None
-    top, left, height, width = box
-    try:
-        pixels = np.empty((height, width + extra_columns, 3), np.uint8)
-        # True: it reads behind the box as well, so that damage there is found.
-        first = decode_crop(
-            data, left, top, width, height, True, pixels, width + extra_columns
-        )
-    except ValueError:  # whatever it does not like, simplejpeg has the last word on
-        return None
-    return pixels[:, first : first + width]
 
 
 def missing_extension() -> str:

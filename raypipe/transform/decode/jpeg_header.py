@@ -14,6 +14,7 @@ limits by one and be decoded by the other.
 from __future__ import annotations
 
 import re
+import struct
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import simplejpeg
 
 from raypipe.errors import SampleError
+from raypipe.plan.places import Sides
 from raypipe.transform.decode.limits import (
     MAX_DECODE_BYTES,
     MAX_SCANNED_PIXELS,
@@ -44,15 +46,6 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _PROFILE = b"ICC_PROFILE\0"
 _SCAN_BYTES = 10  # the header of the shortest scan
 _MOST_BYTES = 15  # per pixel, measured as the peak of a decode: CMYK in several scans
-_KINDS = {
-    0xC1: "extended",
-    0xC2: "progressive",
-    0xC3: "lossless",
-    0xC9: "arithmetic",
-    0xCA: "progressive arithmetic",
-    0xCB: "lossless arithmetic",
-}
-"""Names of frames for messages; baseline has none, and what is left is hierarchical."""
 _SCALED = {0xC0, 0xC1, 0xC2}
 """Frames, of 8 bits, that simplejpeg decodes at a scale: of others it writes beyond its buffer."""
 
@@ -70,39 +63,27 @@ class Frame(NamedTuple):
         bits: bits of a channel.
         height: height in pixels.
         width: width in pixels.
-        num_components: number of channels, before colors are converted.
     """
 
     marker: int
     bits: int
     height: int
     width: int
-    num_components: int
-
-    @property
-    def name(self) -> str:
-        """The kind in a few words."""
-        words = [] if self.bits == 8 else [f"{self.bits}-bit"]
-        if self.marker != 0xC0:
-            words.append(_KINDS.get(self.marker, "hierarchical"))
-        return " ".join([*words, "JPEG"])
 
 
 def jpeg_frame(data: bytes) -> Frame | None:
     """The frame of a JPEG; None: there is none before the first scan."""
     for marker, body, _ in segments(data):
         if marker in _FRAMES:
-            height = int.from_bytes(body[1:3], "big")
-            width = int.from_bytes(body[3:5], "big")
             if len(body) >= 6:
-                return Frame(marker, body[0], height, width, body[5])
+                return Frame(marker, *struct.unpack_from(">BHH", body))
             return None
         if marker == _SOS:
             return None
     return None
 
 
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
+def jpeg_size(data: bytes) -> Sides | None:
     """(height, width) of a JPEG within the limits whose kind simplejpeg decodes at any scale; None: Pillow has the
     last word, on the whole.
 
@@ -123,7 +104,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     return size
 
 
-def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
+def _size_by_simplejpeg(data: bytes) -> Sides | None:
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
     except (ValueError, KeyError):

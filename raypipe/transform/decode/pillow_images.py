@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
-import warnings
 from typing import Any
 
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.packages import to_install
 from raypipe.transform.decode.image_header import (
-    orientation_chunks,
+    PNG_ORIENTATION,
+    damage_in,
+    png_chunks,
     png_of_pixels,
     webp_size,
 )
 from raypipe.transform.decode.jpeg_header import check_jpeg, jpeg_frame, orientation_of
 from raypipe.transform.decode.limits import check_size
-from raypipe.transform.silence import silenced
 
+_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
 _TILE_WIDTH = 322
 _TILE_HEIGHT = 323  # tags of a TIFF
 # Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. AVIF's container is read: libavif
@@ -29,17 +31,22 @@ def png_orientation(data: bytes) -> int:
     """Orientation of a PNG by its eXIf, or else by XMP or text, 1 to 8; 1 where they are damaged."""
     from PIL import Image, PngImagePlugin
 
-    if not (told := orientation_chunks(data)):
+    metadata = [
+        chunk
+        for kind, chunk, holds in png_chunks(data)
+        if holds and kind in PNG_ORIENTATION
+    ]
+    if not metadata:
         return 1
-    with warnings.catch_warnings(), silenced():
-        warnings.simplefilter("ignore")
-        try:  # Pillow would decode pixels before the metadata behind them
-            of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(told))
-        except Exception:  # Pillow raises a dozen types on bad bytes
-            return 1
+    # the header and the metadata, also from behind the pixels
+    told = data[:33] + b"".join(metadata) + _PNG_END
+    with contextlib.suppress(SampleError), damage_in("PNG", data):
+        # Pillow would decode pixels before the metadata behind them
+        of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(told))
         image = Image.Image()
         image.info.update(of_metadata.info)
         return orientation_of(image)
+    return 1
 
 
 def open_pillow(data: bytes, kind: str) -> Any:

@@ -29,6 +29,7 @@ import simplejpeg
 
 from raypipe.errors import SampleError
 from raypipe.kernel import cv2
+from raypipe.plan.places import Sides
 from raypipe.stores.numbers import NPY
 from raypipe.transform.decode.image_header import damage_in, image_kind, plain_size
 from raypipe.transform.decode.jpeg import check_checksum, decode_jpeg, upright
@@ -39,6 +40,9 @@ from raypipe.transform.decode.jpeg_header import (
     orientation_of,
 )
 from raypipe.transform.decode.pillow_images import open_pillow, png_orientation
+
+Stored = bytes | bytearray | memoryview | None
+"""An image as a store has it; None is a missing value."""
 
 _BAND_PIXELS = 1 << 20  # pixels converted at a time
 # Tags of a TIFF, and values of them.
@@ -52,7 +56,7 @@ _OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode='array
 
 
 def decode(
-    data: bytes | bytearray | memoryview | None,
+    data: Stored,
     *,
     min_side: int | None = None,
     exif: bool = False,
@@ -94,9 +98,7 @@ def decode(
     return _decode_pillow(encoded, kind, exif)
 
 
-def image_size(
-    data: bytes | bytearray | memoryview | None, *, exif: bool = False
-) -> tuple[int, int]:
+def image_size(data: Stored, *, exif: bool = False) -> Sides:
     """Return the (height, width) of `decode`'s result, from the header.
 
     Raises SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
@@ -129,7 +131,7 @@ def stored_orientation(data: bytes) -> int:
     return 1
 
 
-def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
+def stored_bytes(data: Stored) -> bytes:
     """Return a sample's stored bytes; raise SampleError if there are none."""
     if data is None:
         raise SampleError(
@@ -142,7 +144,7 @@ def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
     return bytes(data)
 
 
-def _known(data: bytes | bytearray | memoryview | None) -> tuple[bytes, str]:
+def _known(data: Stored) -> tuple[bytes, str]:
     """The bytes of an image, and its kind; raises SampleError for what is none."""
     encoded = stored_bytes(data)
     kind = image_kind(encoded)
@@ -194,8 +196,8 @@ def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
     frame = jpeg_frame(data) if kind == "JPEG" else None
     if frame and frame.bits != 8:
-        raise SampleError(f"{frame.name}: store 8 bits")
-    with damage_in(frame.name if frame else kind, data):
+        raise SampleError(f"{frame.bits}-bit JPEG: store 8 bits")
+    with damage_in(kind, data):
         image = _opened(data, kind)
         image.load()
         if image.mode in ("I", "F"):

@@ -45,4 +45,4 @@ OTHERS = {
 def test_what_is_not_surely_a_random_resized_crop_gets_the_whole_image(
     name: str,
 ) -> None:
-    assert SampleTransform(OTHERS[name]).crop_target is None
+    assert not SampleTransform(OTHERS[name]).crops_first

@@ -19,9 +19,11 @@ from raypipe.stores.nested import path_in
 from raypipe.stores.numbers import InexactError, exactly, is_npy
 from raypipe.transform.columns import (
     CLASS,
+    ColumnFunction,
     ColumnMaker,
+    ColumnPath,
     ColumnType,
-    MakeColumns,
+    ColumnTypes,
     SampleColumns,
     column_numbers,
     length_name,
@@ -29,6 +31,9 @@ from raypipe.transform.columns import (
 )
 from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
+
+Options = Mapping[str, ColumnOptions]
+"""By the names of columns."""
 
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
 # Dtypes of numbers in lists of different lengths, which are read as Python's.
@@ -44,8 +49,8 @@ _KINDS = {
 @process_kept()
 def find_columns(
     stores: Mapping[Any, Store],
-    declared: Mapping[str, ColumnOptions],
-    function: MakeColumns | str | None,
+    declared: Options,
+    function: ColumnFunction,
     first: Callable[[Any], np.ndarray],
     label: bool = True,
 ) -> SampleColumns:
@@ -100,8 +105,8 @@ def find_columns(
 
 def _of_store(
     store: Store,
-    declared: Mapping[str, ColumnOptions],
-    function: MakeColumns | str | None,
+    declared: Options,
+    function: ColumnFunction,
     indices: np.ndarray,
     label: bool,
 ) -> SampleColumns:
@@ -117,7 +122,7 @@ def _of_store(
             "transform.make_columns makes columns of columns: name those that it needs in store.columns "
             f"({store.address} has {', '.join(store.schema.names)})"
         )
-    types: dict[str, ColumnType] = {}
+    types: ColumnTypes = {}
     if paths and len(indices):  # a store without samples has no types, and none to give
         for name, kind in types_in(store, columns, indices).items():
             types[name] = _target_type(store, name, kind, options)
@@ -135,15 +140,15 @@ def _of_store(
 
 def _paths_in(
     store: Store,
-    declared: Mapping[str, ColumnOptions],
-    function: MakeColumns | str | None,
+    declared: Options,
+    function: ColumnFunction,
     label: bool,
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, ColumnPath]:
     """Return the path of each column to read; a column that is a class is read as the store's label."""
     names = dict.fromkeys(declared)
     if label and not is_class(store):
         names[LABEL] = None
-    paths: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, ColumnPath] = {}
     for name in names:
         path = path_in(store.schema.names, name)
         if path is not None:
@@ -160,7 +165,7 @@ def _paths_in(
 
 
 def _target_type(
-    store: Store, name: str, kind: ColumnType, options: Mapping[str, ColumnOptions]
+    store: Store, name: str, kind: ColumnType, options: Options
 ) -> ColumnType:
     """Return a column's type, which for an integer target is a class of any width."""
     if name != LABEL:
@@ -174,9 +179,7 @@ def _target_type(
     return CLASS if is_integer and not kind.shape and name not in options else kind
 
 
-def types_in(
-    store: Store, columns: SampleColumns, indices: np.ndarray
-) -> dict[str, ColumnType]:
+def types_in(store: Store, columns: SampleColumns, indices: np.ndarray) -> ColumnTypes:
     """Return the types of a batch's columns.
 
     Args:
@@ -186,7 +189,7 @@ def types_in(
     Raises:
         ConfigError: the type of a column is not to be told, or is not what its options need.
     """
-    found: dict[str, ColumnType] = {}
+    found: ColumnTypes = {}
     for name, path in columns.paths.items():
         if len(path) == 1 and columns.function is None:
             stored = store.schema.field(path[0]).type
@@ -200,7 +203,7 @@ def types_in(
             f"store.columns has options of {missing_names[0]!r}, and transform.make_columns makes "
             f"{', '.join(found)}: make it too, or leave its options out"
         )
-    types: dict[str, ColumnType] = {}
+    types: ColumnTypes = {}
     for name in dict.fromkeys([*columns.paths, *found]):
         if name in found:
             options = columns.options.get(name)
@@ -238,7 +241,7 @@ def type_by_schema(
 
 def _types_by_values(
     store: Store, columns: SampleColumns, indices: np.ndarray
-) -> dict[str, ColumnType]:
+) -> ColumnTypes:
     """Return the types of a batch's columns, by their values in the first samples that are not bad."""
     maker = ColumnMaker(columns)
     read = store.read(indices, columns.stored)
@@ -259,7 +262,7 @@ def _types_by_values(
         raise ConfigError(
             f"none of the {len(indices)} samples that tell types has columns; {problem}"
         )
-    types: dict[str, ColumnType] = {}
+    types: ColumnTypes = {}
     for name, column in values.items():
         where = f"column {name!r} of {store.address}"
         options = columns.options.get(name)

@@ -39,6 +39,11 @@ from raypipe.transform.user_code import failing, rng_parameter
 MakeColumns = Callable[..., ColumnValues]
 """Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""
 
+ColumnFunction = MakeColumns | str | None
+"""The same, or its `module:function`; None = no function."""
+ColumnPath = tuple[str, ...]
+"""A store's column, and fields within its values."""
+
 _NUMBERS = "biuf"  # numpy's kinds
 
 
@@ -65,6 +70,8 @@ class ColumnType(Field):
         return self.kind
 
 
+ColumnTypes = dict[str, ColumnType]
+"""By the names of columns."""
 CLASS = ColumnType("array", "int64")
 
 
@@ -81,10 +88,10 @@ class SampleColumns:
             there is none, and labels are 0.
     """
 
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    paths: dict[str, ColumnPath] = field(default_factory=dict)
     options: dict[str, ColumnOptions] = field(default_factory=dict)
-    function: MakeColumns | str | None = None
-    types: dict[str, ColumnType] = field(default_factory=dict)
+    function: ColumnFunction = None
+    types: ColumnTypes = field(default_factory=dict)
     reads_class: bool = True
 
     def __bool__(self) -> bool:
@@ -243,7 +250,7 @@ def length_name(name: str) -> str:
     return f"{name}_length"
 
 
-def _field(values: ColumnValues, path: tuple[str, ...]) -> Any:
+def _field(values: ColumnValues, path: ColumnPath) -> Any:
     """Return the value at a path: a column's, or a field of its structs or JSON."""
     try:
         return field_at(values[path[0]], path[1:])

@@ -79,6 +79,10 @@ class Ending:
         return f"{self.dtype}, mean {_text(self.mean)}, std {_text(self.std)}"
 
 
+WithoutEnding = tuple[Any, Ending | None]
+"""A pipeline without its ending, and that; None = it has none."""
+
+
 class _Look(NamedTuple):
     """The probes, as steps have made them.
 
@@ -95,7 +99,7 @@ class _Look(NamedTuple):
     std: tuple[float, ...] = ()
 
 
-def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
+def take_ending(pipeline: Any) -> WithoutEnding:
     """Split a pipeline into the steps that make uint8, and its ending.
 
     Args:
@@ -114,7 +118,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
         return _taken(pipeline)
 
 
-def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
+def _taken(pipeline: Any) -> WithoutEnding:
     kind = transform_kind(pipeline)
     forms = forms_of(kind)
     form = probed(pipeline, forms) if len(forms) > 1 else forms[0]

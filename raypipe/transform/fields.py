@@ -107,6 +107,10 @@ class Ragged(NamedTuple):
         return list(map(json.loads, texts))
 
 
+BatchFields = dict[str, np.ndarray | Ragged]
+"""Fields of a micro-batch by name."""
+
+
 def in_group(fields: Mapping[str, _Value], group: str) -> dict[str, _Value]:
     """The entries of a group, by the names that they have in it."""
     prefix = f"{group}."
@@ -146,7 +150,7 @@ class MicroBatch:
     position: MicroBatchId
     index: np.ndarray
     weight: np.ndarray
-    fields: dict[str, np.ndarray | Ragged]
+    fields: BatchFields
     num_bad: int = 0
     read_s: float = 0.0
     work_s: float = 0.0
@@ -257,10 +261,10 @@ class Rows:
         lists = {name: values[row] for name, values in self._lists.items()}
         return lists | {name: array[row].copy() for name, array in self.arrays.items()}
 
-    def finish(self, rows: slice) -> dict[str, np.ndarray | Ragged]:
+    def finish(self, rows: slice) -> BatchFields:
         """The fields of a micro-batch; rows that do not count hold what fills them."""
         missing = np.flatnonzero(self.weight[rows] == 0)
-        finished = dict[str, np.ndarray | Ragged]()
+        finished = BatchFields()
         for name, field in self.fields.items():
             if field.kind == "array":
                 array = self.arrays[name][rows]

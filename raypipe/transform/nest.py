@@ -22,7 +22,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.importing import loaded_module
 from raypipe.transform.block_memory import reused_memory
-from raypipe.transform.fields import Field, Ragged, SampleFields
+from raypipe.transform.fields import BatchFields, Field, Ragged, SampleFields
 from raypipe.transform.user_code import unpickled
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Packer:
         self._memory = reused_memory(max(ends, default=0))
         return of_torch.collate(items, collate_fn_map=kinds)
 
-    def pack(self, nest: Any) -> dict[str, np.ndarray | Ragged]:
+    def pack(self, nest: Any) -> BatchFields:
         """Return a nest as fields of a micro-batch."""
         try:
             values = _Pickler(keeps_memo=False)
@@ -222,6 +222,9 @@ class _Unpacker(pickle.Unpickler):
 
             content = self._tensors
             dtype = getattr(torch, name)
+            if 0 in shape:
+                # a slice without values may have any stride
+                content = content.new_empty(0, dtype=dtype)
         end = start + math.prod(shape) * dtype.itemsize
         values = content[start:end].view(dtype).reshape(shape)
         if more is None:

@@ -39,8 +39,8 @@ from raypipe.transform.fields import (
     IMAGE,
     LABEL,
     Arrays,
+    BatchFields,
     Field,
-    Ragged,
     Rows,
     SampleFields,
     Shape,
@@ -163,9 +163,7 @@ class SampleMaker:
             out.put(row, row, self.slow(samples, row, keys[row].tolist()))
         return out
 
-    def finish(
-        self, out: Rows, rows: slice, key: Key
-    ) -> dict[str, np.ndarray | Ragged]:
+    def finish(self, out: Rows, rows: slice, key: Key) -> BatchFields:
         """Return the fields of a micro-batch whose rows are made; nothing is drawn under its key."""
         return out.finish(rows)
 

@@ -51,22 +51,14 @@ def has_sizes(
     return bool(buckets) or (split == "train" and len(config.size_by_epoch) > 1)
 
 
-def sizes_of(
-    config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()
-) -> list[Size]:
-    """The sizes of a split's images, the first epoch's first; `buckets` are the split's."""
-    shapes: Sequence[Sides | None] = buckets or [None]
-    sizes = (
-        size_in(config, split, epoch, shape)
-        for epoch in config.size_by_epoch
-        for shape in shapes
-    )
-    return list(dict.fromkeys(sizes))
-
-
 def pixel_range(
     config: TransformConfig, buckets: Sequence[Sides] = ()
 ) -> tuple[int, int]:
     """Return the pixels of the smallest and of the largest image in training."""
-    pixels = [math.prod(sides_of(size)) for size in sizes_of(config, "train", buckets)]
+    shapes: Sequence[Sides | None] = buckets or [None]
+    pixels = [
+        math.prod(sides_of(size_in(config, "train", epoch, shape)))
+        for epoch in config.size_by_epoch
+        for shape in shapes
+    ]
     return min(pixels), max(pixels)

@@ -12,7 +12,7 @@ from typing import Any
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
-from raypipe.transform.ending import Ending, take_ending
+from raypipe.transform.ending import Ending, WithoutEnding, take_ending
 from raypipe.transform.pipelines import flat, transform_kind
 from raypipe.transform.presets import imported
 from raypipe.transform.transform_steps import Steps, brief, build_steps
@@ -58,7 +58,7 @@ def _check_agreement(
         )
 
 
-def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
+def _taken(transform: Any, size: int) -> WithoutEnding:
     if _is_named(transform):
         return transform, None
     if isinstance(transform, str):  # actors build it by its name
@@ -70,7 +70,7 @@ def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
     return take_ending(transform)
 
 
-def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
+def _taken_from_steps(steps: Steps) -> WithoutEnding:
     pipeline = build_steps(steps)
     without_ending, ending = take_ending(pipeline)
     if without_ending is pipeline:

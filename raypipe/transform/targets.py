@@ -28,7 +28,6 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Sides
-from raypipe.stores.base import ColumnValues
 from raypipe.stores.numbers import exactly, stored_numbers
 from raypipe.transform.decode.image_header import damage_in, image_kind
 from raypipe.transform.decode.pillow_images import open_pillow
@@ -301,7 +300,7 @@ TARGETS = {
 
 
 def decode_targets(
-    columns: ColumnValues,
+    columns: Mapping[str, Any],
     targets: Mapping[str, str],
     size: Sides,
     boxes_format: str = "",

@@ -34,14 +34,6 @@ def _quotient(left: Any, right: Any) -> Any:
     return pc.divide(pc.multiply(left, pa.scalar(1.0)), no_value)
 
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: pc.add_checked,
-    ast.Sub: pc.subtract_checked,
-    ast.Mult: pc.multiply_checked,
-    ast.Div: _quotient,
-}
-
-
 def _equal(left: Any, right: Any) -> Any:
     if isinstance(right, pa.NullScalar):
         return pc.is_null(left)
@@ -50,9 +42,21 @@ def _equal(left: Any, right: Any) -> Any:
     )
 
 
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+def _unequal(left: Any, right: Any) -> Any:
+    return pc.invert(_equal(left, right))
+
+
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: _quotient,
+    ast.USub: pc.negate_checked,
+    ast.And: pc.and_kleene,
+    ast.Or: pc.or_kleene,
+    ast.Not: pc.invert,
     ast.Eq: _equal,
-    ast.NotEq: lambda left, right: pc.invert(_equal(left, right)),
+    ast.NotEq: _unequal,
     ast.Lt: pc.less,
     ast.LtE: pc.less_equal,
     ast.Gt: pc.greater,
@@ -115,31 +119,28 @@ def _values(columns: Columns, column: str, *path: str) -> pa.Array:
     if is_number(columns.table[column].type):
         name = ".".join((column, *path))
         raise TypeError(f"{name!r} is not allowed: {column!r} has numbers")
-    fields = []
-    for value in columns[column]:
-        field = None
+    fields: list[Any] = [None] * len(columns[column])
+    for row, value in enumerate(columns[column]):
         with contextlib.suppress(ValueError):
-            field = field_at(value, path)
-        fields.append(field)
-    array = pa.array(fields)
-    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
+            fields[row] = field_at(value, path)
+    found = pa.chunked_array([fields])
+    return _array(found.cast(pa.float64()) if pa.types.is_null(found.type) else found)
 
 
-def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+def _array(column: pa.ChunkedArray) -> pa.Array:
     """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small; dates as text."""
-    kind = column.type
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    array = column.combine_chunks()
+    kind = array.type
     if pa.types.is_integer(kind):
-        if kind == pa.uint64() and (pc.max(array).as_py() or 0) >= 1 << 63:
-            return array
-        return array.cast(pa.int64())
-    if pa.types.is_floating(kind):
-        return array.cast(pa.float64())
-    if pa.types.is_dictionary(kind):
-        return array.cast(kind.value_type)
-    if pa.types.is_temporal(kind):
-        return array.cast(pa.string())
-    return array
+        is_large = kind == pa.uint64() and (pc.max(array).as_py() or 0) >= 1 << 63
+        kind = kind if is_large else pa.int64()
+    elif pa.types.is_floating(kind):
+        kind = pa.float64()
+    elif pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    elif pa.types.is_temporal(kind):
+        kind = pa.string()
+    return array.cast(kind)
 
 
 def _names_in(node: ast.expr) -> list[str]:
@@ -161,62 +162,36 @@ def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Sca
     def value(of: ast.expr) -> Any:
         return _value(of, columns)
 
+    def compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, _LISTS):
+            are_equal = (_equal(value(left), value(each)) for each in right.elts)
+            found = reduce(pc.or_kleene, are_equal, pa.scalar(False))
+            return found if isinstance(op, ast.In) else pc.invert(found)
+        if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](value(left), value(right))
+        takes = ": `in` takes a list" if isinstance(op, ast.In | ast.NotIn) else ""
+        raise ConfigError(f"{shown(ast.unparse(node))} is not allowed{takes}")
+
     match node:
-        case ast.Name(id=name):
-            return columns[name]
-        case ast.Attribute():
+        case ast.Name() | ast.Attribute():
             return columns[ast.unparse(node)]
-        case ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
-            return _constant(node)
-        case ast.BoolOp(op=op, values=values):
-            join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
-            return reduce(join, map(value, values))
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return pc.invert(value(operand))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return pc.negate_checked(value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _ARITHMETIC[type(op)](value(left), value(right))
-        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op]):
-            return _is_in(node, value(left), isinstance(op, ast.In))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if (
-            type(op) in _COMPARISONS
-        ):
-            return _COMPARISONS[type(op)](value(left), value(right))
-        case ast.Compare(ops=[_, _, *_]):
-            return reduce(pc.and_kleene, map(value, _pairs(node)))
+        case ast.Constant(value=None | int() | float() | str() as constant):
+            return _scalar(constant)
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+            return _scalar(-number)
+        case ast.BoolOp(op, operands) if type(op) in _OPERATIONS:
+            return reduce(_OPERATIONS[type(op)], map(value, operands))
+        case ast.UnaryOp(op, operand) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](value(operand))
+        case ast.BinOp(left, op, right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](value(left), value(right))
+        case ast.Compare(left, ops, rights):
+            # a chain such as 0 < label < 5 compares neighbours
+            return reduce(pc.and_kleene, map(compared, [left, *rights], ops, rights))
     raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
 
 
-def _pairs(node: ast.Compare) -> list[ast.Compare]:
-    """Return the comparisons of neighbours that a chain such as 0 < label < 5 stands for."""
-    lefts = [node.left, *node.comparators]
-    sides = zip(lefts, node.ops, node.comparators, strict=False)
-    return [ast.Compare(left, [op], [right]) for left, op, right in sides]
-
-
-def _is_in(node: ast.Compare, left: pa.Array | pa.Scalar, wanted: bool) -> Any:
-    """Return whether values are, or are not, in the list on the right of a comparison."""
-    (right,) = node.comparators
-    if not isinstance(right, _LISTS):
-        text = shown(ast.unparse(node))
-        raise ConfigError(f"{text} is not allowed: `in` takes a list")
-    found: Any = pa.scalar(False)
-    for each in map(_constant, right.elts):
-        found = pc.or_kleene(found, _equal(left, each))
-    return found if wanted else pc.invert(found)
-
-
-def _constant(node: ast.expr) -> pa.Scalar:
-    match node:
-        case ast.UnaryOp(
-            op=ast.USub(), operand=ast.Constant(value=int() | float() as number)
-        ):
-            value: Any = -number
-        case ast.Constant(value=None | int() | float() | str() as value):
-            pass
-        case _:
-            raise ConfigError(f"{shown(ast.unparse(node))} must be a number or a text")
+def _scalar(value: Any) -> pa.Scalar:
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(f"{shown(value)} is beyond 64 bits")
     return pa.scalar(value)
@@ -226,6 +201,6 @@ def _evaluated(tree: ast.expr, columns: dict[str, pa.Array]) -> np.ndarray:
     kept = _value(tree, columns)
     if not pa.types.is_boolean(kept.type):
         raise TypeError("its value is not true or false")
-    if isinstance(kept, pa.Scalar):  # the expression has only constants
-        return np.full(len(next(iter(columns.values()))), bool(kept.as_py()))
-    return np.asarray(kept.fill_null(False).to_numpy(zero_copy_only=False), bool)
+    # an expression of constants has one value for all
+    of_each = pc.and_kleene(kept, pa.repeat(True, len(next(iter(columns.values())))))
+    return np.asarray(of_each.fill_null(False))

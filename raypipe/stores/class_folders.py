@@ -34,7 +34,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -98,10 +98,9 @@ class TreeSample(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A file in or below one of the top folders, and the number of its tree."""
+    """A file in or below one of the top folders."""
 
     top: str
-    tree: int
     folder: str
     path: str
     suffix: str
@@ -117,7 +116,7 @@ class Layout(NamedTuple):
         left_out: all other entries.
         flat: images that are in no folder.
         root: the folder that the class folders are in.
-        files: all files in the class folders.
+        files: all files of each tree in the class folders.
         beside: the files and folders next to the class folders, or to the root.
     """
 
@@ -126,7 +125,7 @@ class Layout(NamedTuple):
     left_out: LeftOut
     flat: list[TreeSample]
     root: str
-    files: list[_File]
+    files: list[list[_File]]
     beside: list[str]
 
     @property
@@ -167,37 +166,30 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     files, num_within = _walked(trees, root, classes, where)
     for name in _around(files):
         others = [join(root, other) for other in classes if other != name]
-        empty = [other for other in others if not any(_listed(trees, other)[:2])]
-        if empty:
-            break  # it is a class without samples, so the other is a class too
+        if not all(any(_listed(trees, other)[:2]) for other in others):
+            break  # one is a class without samples, so the folder is a class too
         root = join(root, name)
         classes, inner, num_inner = _listed(trees, root)
         beside += [*(Entry(f"{other}/", FOLDER) for other in others), *inner]
         num_hidden += num_inner
     if root:
         files, num_within = _walked(trees, root, classes, where)
-    left_out = _suffixes(files)
+    every = list(itertools.chain(*files))
+    has_images = any(file.suffix in IMAGE_SUFFIXES for file in every)
+    kept = IMAGE_SUFFIXES if has_images else {ARRAY_SUFFIX}
+    left_out = _suffixes(file for file in every if file.suffix not in kept)
     left_out[_HIDDEN] = num_hidden + num_within
-    images = [file for file in files if file.suffix in IMAGE_SUFFIXES]
-    arrays = [file for file in files if file.suffix == ARRAY_SUFFIX]
-    if images:
-        left_out[ARRAY_SUFFIX] = len(arrays)
-    samples = _labelled(images or arrays, classes, len(trees))
+    labels = {name: label for label, name in enumerate(classes)}
+    samples = [
+        sorted(
+            TreeSample(labels[file.top], file.path, file.value)
+            for file in of_tree
+            if file.suffix in kept
+        )
+        for of_tree in files
+    ]
     paths = [path for path, _, _ in beside]
     return Layout(tuple(classes), samples, +left_out, flat, root, files, paths)
-
-
-def _labelled(
-    files: Sequence[_File], classes: Sequence[str], num_trees: int
-) -> list[list[TreeSample]]:
-    """Return the samples of each tree, in order, with the number of their class."""
-    labels = {name: label for label, name in enumerate(classes)}
-    samples: list[list[TreeSample]] = [[] for _ in range(num_trees)]
-    for top, tree, _, path, _, value in files:
-        samples[tree].append(TreeSample(labels[top], path, value))
-    for of_tree in samples:
-        of_tree.sort()
-    return samples
 
 
 def _listed(
@@ -218,11 +210,12 @@ def _listed(
 
 def _walked(
     trees: Sequence[FileTree], root: str, tops: Sequence[str], where: str
-) -> tuple[list[_File], int]:
-    """Return the files in and below the top folders of a root, each folder once, and how many are hidden."""
-    files = []
+) -> tuple[list[list[_File]], int]:
+    """Return the files of each tree in and below the top folders of a root, each folder once, and how many are
+    hidden."""
+    files: list[list[_File]] = [[] for _ in trees]
     num_hidden = 0
-    for top, (number, tree) in itertools.product(tops, enumerate(trees)):
+    for (tree, of_tree), top in itertools.product(zip(trees, files, strict=True), tops):
         visited = set[Hashable]()
         folders = [join(root, top)]
         for folder in folders:  # the loop appends to the list
@@ -239,40 +232,39 @@ def _walked(
                     raise StoreError(
                         f"{where}/{path} is not an image: it is {kind}, not a regular file; remove it"
                     )
-                files.append(_File(top, number, folder, path, suffix, value))
+                of_tree.append(_File(top, folder, path, suffix, value))
     return files, num_hidden
 
 
 def _suffixes(files: Iterable[_File]) -> LeftOut:
-    """Return the number of files of each suffix, of those that are no images or arrays."""
-    suffixes = (file.suffix for file in files if file.suffix not in _SUFFIXES)
-    return LeftOut(suffix or "without a suffix" for suffix in suffixes)
+    """Return the number of files of each suffix."""
+    return LeftOut(file.suffix or "without a suffix" for file in files)
 
 
-def _holding(files: Sequence[_File]) -> dict[str, list[_File]]:
+def _holding(files: Iterable[Iterable[_File]]) -> dict[str, list[_File]]:
     """Return the images of each top folder that has any, or its arrays."""
-    images = defaultdict[str, list[_File]](list)
-    arrays = defaultdict[str, list[_File]](list)
-    for file in files:
-        if file.suffix in IMAGE_SUFFIXES:
-            images[file.top].append(file)
-        elif file.suffix == ARRAY_SUFFIX:
-            arrays[file.top].append(file)
-    return arrays | images
+    holding = defaultdict[str, list[_File]](list)
+    for file in itertools.chain(*files):
+        if file.suffix in _SUFFIXES:
+            holding[file.top].append(file)
+    for top, every in holding.items():
+        images = [file for file in every if file.suffix in IMAGE_SUFFIXES]
+        holding[top] = images or every
+    return holding
 
 
-def _around(files: Sequence[_File]) -> list[str]:
+def _around(files: Iterable[Iterable[_File]]) -> list[str]:
     """Return the names of folders, each in the one before, that all samples are below, none of them directly."""
-    samples = itertools.chain.from_iterable(_holding(files).values())
-    folders = {file.folder for file in samples}
-    common = posixpath.commonpath(map(posixpath.dirname, folders)) if folders else ""
+    samples = itertools.chain(*_holding(files).values())
+    folders = {posixpath.dirname(file.folder) for file in samples}
+    common = posixpath.commonpath(folders) if folders else ""
     return common.split("/") if common else []
 
 
 def tell_left_out(
     where: str,
     num_samples: int,
-    left_out: LeftOut,
+    left_out: Mapping[str, int],
     one_class: str = "",
     others: Sequence[str] = (),
 ) -> None:
@@ -294,9 +286,10 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NUM_NAMED]):.300}{more}"
 
 
-def words_of(left_out: LeftOut) -> str:
+def words_of(left_out: Mapping[str, int]) -> str:
     """Return what is left out in words, the most frequent first."""
-    return _first_of([f"{num:,} {reason}" for reason, num in left_out.most_common()])
+    most = LeftOut(left_out).most_common()
+    return _first_of([f"{num:,} {reason}" for reason, num in most])
 
 
 def check_classes(
@@ -312,21 +305,18 @@ def check_classes(
     not_read = _not_read(layout)
     if target_column == BY_FOLDER:
         return one_class, not_read
-    full = {file.folder for file in layout.files if file.suffix in _SUFFIXES}
+    every = itertools.chain(*layout.files)
+    full = {file.folder for file in every if file.suffix in _SUFFIXES}
     within = _folders_within(full, layout.root)
     for parent, names in [(layout.root, layout.classes), *sorted(within.items())]:
         refuse_splits(where, [join(parent, name) for name in splits_in(names)])
     if not target_column:
         return one_class, not_read
-    for reason in (
-        *(_no_classes(parent, within, full) for parent in sorted(within)),
-        *_doubts(layout),
-    ):
-        if reason:
-            raise StoreError(
-                f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set "
-                f"{_TAKE_FOLDERS}"
-            )
+    why_none = (_no_classes(parent, within, full) for parent in sorted(within))
+    for reason in filter(None, itertools.chain(why_none, _doubts(layout))):
+        raise StoreError(
+            f"{where} has {reason}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
+        )
     if not_read and one_class:
         raise StoreError(
             f"{where}: all {layout.num_samples:,} samples have the class {one_class}, and their labels "
@@ -338,13 +328,14 @@ def check_classes(
 
 def _not_read(layout: Layout) -> list[str]:
     """Return the files and folders that are not read, and that may have labels."""
-    paths = layout.beside
+    paths = list(layout.beside)
     holding = _holding(layout.files)
     if len(holding) == 1:
-        others = [file for file in layout.files if file.suffix not in _SUFFIXES]
+        every = itertools.chain(*layout.files)
+        others = [file for file in every if file.suffix not in _SUFFIXES]
         tops = dict.fromkeys(file.top for file in others if file.top not in holding)
-        folders = [f"{join(layout.root, top)}/" for top in tops]
-        paths = [*paths, *folders, *(file.path for file in others)]
+        paths += [f"{join(layout.root, top)}/" for top in tops]
+        paths += [file.path for file in others]
     return [path for path in paths if not _DOCUMENTS.match(posixpath.basename(path))]
 
 
@@ -365,35 +356,32 @@ def _doubts(layout: Layout) -> Iterator[str]:
     """Yield the reasons why files show that folders may not be classes, in words."""
     holding = _holding(layout.files)
     if len(holding) > 1:
-        for top, files in itertools.groupby(layout.files, key=attrgetter("top")):
+        every = list(itertools.chain(*layout.files))
+        for top in dict.fromkeys(file.top for file in every):
             if top not in holding:
-                found = words_of(_suffixes(files))
+                found = words_of(_suffixes(file for file in every if file.top == top))
                 folder = join(layout.root, top)
                 yield f"the folder {folder}, with {found} and no image"
         if all(map(_numbers_images, holding, holding.values())):
             listed = ", ".join(sorted(holding))
             yield f"the folders {listed:.300}, which number their images"
-    if of_images := _of_images(layout.files):
+    if of_images := sorted(itertools.chain(*map(_of_images, layout.files))):
         yield (
             f"{_first_of(of_images)}, which belong to images by their names, and may be the labels (in a tar, "
             "store.target_column is then their suffix)"
         )
 
 
-def _of_images(files: Sequence[_File]) -> list[str]:
-    """Return the paths that belong to images: `a.txt` belongs to `a.jpg`, and `a.jpg.json` too."""
-    others = [file for file in files if file.suffix not in _SUFFIXES]
-    images = set[tuple[int, str]]()
-    for _, tree, _, path, suffix, _ in files if others else ():
-        if suffix in IMAGE_SUFFIXES:
-            images |= {(tree, path), (tree, path[: -len(suffix)])}
-    found = []
-    for _, tree, folder, path, _, _ in others:
-        parts = path.removeprefix(f"{folder}/").split(".")
-        starts = itertools.accumulate(parts, "{}.{}".format)
-        if any((tree, f"{folder}/{start}") in images for start in starts):
-            found.append(path)
-    return sorted(found)
+def _of_images(files: Sequence[_File]) -> Iterator[str]:
+    """Yield the paths that belong to images: `a.txt` belongs to `a.jpg`, and `a.jpg.json` too."""
+    images = [file.path for file in files if file.suffix in IMAGE_SUFFIXES]
+    names = {*images, *(path.rpartition(".")[0] for path in images)}
+    for _, folder, path, suffix, _ in files:
+        if suffix not in _SUFFIXES:
+            parts = path.removeprefix(f"{folder}/").split(".")
+            starts = itertools.accumulate(parts, "{}.{}".format)
+            if any(f"{folder}/{start}" in names for start in starts):
+                yield path
 
 
 def _numbers_images(name: str, files: Iterable[_File]) -> bool:
@@ -418,24 +406,24 @@ def _no_classes(
     names = sorted(within[parent])
     if len(names) < 2:
         return ""
-    listed = ", ".join(join(parent, name) for name in names)
     words = [split_of(name)[1] for name in names]
-    parts = set(words[0].split()) if len(set(words)) == 1 else set()
-    parts |= {word.replace(" ", "") for word in words}
+    parts = {word.replace(" ", "") for word in words}
+    if len(set(words)) == 1:
+        parts.update(words[0].split())
+    alike = set.intersection(*(inner(join(parent, name)) for name in names))
+    reason = ""
     if any(map(_IMAGES_OR_LABELS.fullmatch, parts)):
-        return f"the folders {listed:.300}, which look like images and their labels, or parts of them"
-    contents = [inner(join(parent, name)) for name in names]
-    alike = set.intersection(*contents)
-    if len(alike) > 1:
-        held = ", ".join(sorted(alike))
-        return f"the folders {listed:.300}, which all have the folders {held:.300}"
-    if all(
+        reason = "look like images and their labels, or parts of them"
+    elif len(alike) > 1:
+        reason = f"all have the folders {', '.join(sorted(alike)):.300}"
+    elif all(
         inner[:1].lower() == name.lower()
         for name in names
         for inner in within.get(join(parent, name), [""])
     ):
-        return f"the folders {listed:.300}, which are the first letters of the folders in them"
-    return ""
+        reason = "are the first letters of the folders in them"
+    listed = ", ".join(join(parent, name) for name in names)
+    return f"the folders {listed:.300}, which {reason}" if reason else ""
 
 
 def refuse_splits(where: str, splits: Sequence[str]) -> None:

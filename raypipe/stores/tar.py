@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from raypipe.storage.local_file import OpenFile, open_regular
 from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore, hash_of_facts
-from raypipe.stores.class_folders import LeftOut, tell_left_out
+from raypipe.stores.class_folders import tell_left_out
 from raypipe.stores.kept import kept, path_of
 from raypipe.stores.kinds import COMPRESSED
 from raypipe.stores.tar_index import (
@@ -32,7 +31,6 @@ from raypipe.stores.tar_index import (
     VERSION,
     Indexes,
     Tar,
-    facts_of_tar,
     find_in_run,
     keep_in_run,
 )
@@ -120,9 +118,7 @@ class TarStore(FileStore[TarSamples]):
         opened = TarSamples(tars, indexed, groups)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(
-                self.address, len(opened), LeftOut(indexed.left_out), *indexed.told
-            )
+            tell_left_out(self.address, len(opened), indexed.left_out, *indexed.told)
             if any(is_whole):
                 tell_compressed(self.address, tars)
         return opened
@@ -157,7 +153,7 @@ class TarStore(FileStore[TarSamples]):
         """Return the scan of each tar, from its index if there is one."""
         missing = [tar for tar in tars if not indexes.are_of(tar.address)]
         if is_remote(self.address) and any(
-            facts_of_tar(tar)[0] > GROUP_BYTES for tar in missing
+            tar.written[0] > GROUP_BYTES for tar in missing
         ):
             logger.info(
                 "%s: scanning %d tars, which have no index: `raypipe index` keeps one next to them",
@@ -217,7 +213,7 @@ def tell_compressed(address: str, tars: Sequence[Tar]) -> None:
 
 
 def _num_bytes(tars: Sequence[Tar]) -> int:
-    return sum(facts_of_tar(tar)[0] for tar in tars)
+    return sum(tar.written[0] for tar in tars)
 
 
 def _find(listed: RemoteFile) -> Tar:
@@ -234,9 +230,8 @@ def _find(listed: RemoteFile) -> Tar:
         ) from error
     if not is_compressed:
         return file
-    status = os.fstat(file.descriptor)
-    version = f"{status.st_mtime_ns}-{status.st_ino}"
-    return Unpacked(RemoteFile(address, status.st_size, version))
+    num_bytes, *version = file.written
+    return Unpacked(RemoteFile(address, num_bytes, "-".join(map(str, version))))
 
 
 def _scan(tar: Tar, image_column: str, target_column: str) -> Scan:

@@ -1,8 +1,8 @@
 """Indexes of tars: their scans, kept so that each is made once.
 
     CACHE/tars/HASH.arrow                              of a store's remote or large tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-15.index       of one tar, next to it, which `raypipe index` writes
-    RUN/index/HASH-15.index                            of a store's tars, for the other nodes of a run
+    FOLDER/_raypipe_index/NAME.tar.HASH-16.index       of one tar, next to it, which `raypipe index` writes
+    RUN/index/HASH-16.index                            of a store's tars, for the other nodes of a run
 
 The index of a tar names its size and version, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,14 +35,13 @@ from raypipe.storage.local_file import OpenFile
 from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import hash_of_facts
-from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.kept import UNUSABLE, packed, unpacked
 from raypipe.stores.webdataset import Indexed, Scan
 
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-VERSION = 15  # the scans' form has this version
+VERSION = 16  # the scans' form has this version
 SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
 _WRONG = (*UNUSABLE, StoreError, ConfigError, struct.error)
@@ -51,14 +49,6 @@ _WRONG = (*UNUSABLE, StoreError, ConfigError, struct.error)
 
 Tar = OpenFile | RemoteFile | Unpacked
 """A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
-
-
-def facts_of_tar(tar: Tar) -> tuple[int, str]:
-    """Return a tar's size and version, which are different for different contents."""
-    if isinstance(tar, OpenFile):
-        status = os.fstat(tar.descriptor)
-        return status.st_size, str(status.st_mtime_ns)
-    return tar.written
 
 
 class Indexes:
@@ -96,7 +86,7 @@ class Indexes:
     def keep(self, tar: Tar, scan: Scan) -> str:
         """Write the index of a tar next to it, and return its address."""
         address = self._address_of(tar.address)
-        _write(address, packed(scan._replace(tar=facts_of_tar(tar))))
+        _write(address, packed(scan._replace(tar=_version_of(tar))))
         return address
 
     def _address_of(self, name: str) -> str:
@@ -130,45 +120,43 @@ def _read(address: str) -> pa.Buffer:
     return content
 
 
+def _version_of(tar: Tar) -> list[int | str]:
+    """Return a tar's size and version, which are different for different contents, also of a copy."""
+    return list(tar.written[:2])
+
+
 _Count = Annotated[int, Limits(0, 1 << 62)]
 
 
 def _checked(scan: Scan, tar: Tar) -> Scan:
-    """Return a scan; raise one of `UNUSABLE` unless it is of the tar as it is now, and fits itself."""
-    if scan.tar != list(facts_of_tar(tar)):
+    """Return a scan; raise one of `_WRONG` unless it is of the tar as it is now, and fits itself."""
+    if scan.tar != _version_of(tar):
         raise ValueError("it belongs to another version of the tar")
-    for texts in (scan.keys, scan.keys if scan.kinds is None else scan.kinds):
-        _require(texts.type == pa.large_binary() and not texts.null_count, "texts")
-    labels = scan.labels
-    _require(labels is None or isinstance(labels, np.ndarray), "labels")
-    for each in scan.places.values():
-        _require(each.dtype == np.int64 and each.shape[1:] == (3,), "places")
     check("sparse", scan.sparse, dict[str, list[list[_Count]]])
-    # Places in a compressed tar are those of its content, whose size is not known yet.
-    num_bytes = 1 << 62 if isinstance(tar, Unpacked) else facts_of_tar(tar)[0]
-    stored_ends = [
-        int(start) + sum(length for _, length in ranges)
-        for start, ranges in scan.sparse.items()
+    check("left_out", scan.left_out, dict[str, _Count])
+    texts = [scan.keys, scan.keys if scan.kinds is None else scan.kinds]
+    fit = [
+        *(each.type == pa.large_binary() and not each.null_count for each in texts),
+        *(each.dtype == np.int64 for each in scan.places.values()),
+        *(each.shape == (len(scan.keys), 3) for each in scan.places.values()),
+        scan.labels is None or len(list(scan.labels)) == len(scan.keys),
     ]
-    _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
-    _require(_are_inside(scan, num_bytes), "places")
-    left_out = check("left_out", scan.left_out, dict[str, _Count])
-    return scan._replace(left_out=LeftOut(left_out))
+    if not (all(fit) and _are_inside(scan, tar)):
+        raise ValueError("its columns are wrong")
+    return scan
 
 
-def _are_inside(scan: Scan, num_bytes: int) -> bool:
-    """Return whether all places of a scan are in a tar of so many bytes."""
+def _are_inside(scan: Scan, tar: Tar) -> bool:
+    """Return whether all places of a scan are in its tar."""
+    # Places in a compressed tar are those of its content, whose size is not known yet.
+    num_bytes = 1 << 62 if isinstance(tar, Unpacked) else tar.written[0]
     starts, sizes, _ = np.concatenate([scan.places[""], *scan.places.values()]).T
     # The sizes of sparse members count their holes.
     are_sparse = np.isin(starts, list(map(int, scan.sparse)))
     are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
     are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
-    return bool(are_right.all())
-
-
-def _require(is_right: bool, field: str) -> None:
-    if not is_right:
-        raise ValueError(f"its {field} are wrong")
+    stored = [sum(length for _, length in parts) for parts in scan.sparse.values()]
+    return bool(are_right.all()) and max(stored, default=0) <= num_bytes
 
 
 # Of a whole store

@@ -17,6 +17,7 @@ from raypipe.stores.class_folders import (
     FOLDER,
     LINK,
     Entry,
+    LeftOut,
     TreeSample,
     check_classes,
     find_classes,
@@ -32,6 +33,7 @@ from raypipe.stores.webdataset import (
     as_names,
     as_texts,
     find_samples,
+    have_texts,
     index_samples,
 )
 
@@ -58,14 +60,16 @@ def layout_of(
         for member in members
         if member.kind != FOLDER
     ]
-    arguments = name, entries, read, image_column, target_column
-    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
-    may_be_classes = target_column in ("label", BY_FOLDER, "")
-    if scan is None and image_column == "image" and may_be_classes:
-        scan = _of_folders(name, members, tree)
-    if scan is None and not target_column:
-        scan = find_samples(*arguments, needs_labels=False)
-    if scan is None:
+    scan = None
+    if target_column != BY_FOLDER:
+        scan = find_samples(name, entries, read, image_column, target_column)
+    if scan is not None and (scan.labels is not None or have_texts(scan)):
+        return scan
+    if image_column == "image" and target_column in ("label", BY_FOLDER, ""):
+        folders = _of_folders(name, members, tree)
+        if folders is not None:
+            return folders
+    if scan is None or target_column:
         suffixes = sorted(
             {suffix_of(path) for path, place in entries if not isinstance(place, str)}
             - {""}
@@ -125,7 +129,8 @@ def index_tars(
     told = check_classes(names[0], target_column, layout)
     views = map(_view_of, scans, layout.samples)
     indexed = index_samples(names, list(views), layout.classes)
-    return indexed._replace(left_out=indexed.left_out + layout.left_out, told=told)
+    left_out = layout.left_out + LeftOut(indexed.left_out)
+    return indexed._replace(left_out=left_out, told=told)
 
 
 def _tree_of(scan: Scan) -> MemoryTree:
@@ -141,5 +146,5 @@ def _view_of(scan: Scan, samples: Sequence[TreeSample]) -> Scan:
     return scan._replace(
         keys=as_texts(path for _, path, _ in samples),
         places={"": places.reshape(-1, 3)},
-        labels=np.array([label for label, _, _ in samples], np.int64),
+        labels=[label for label, _, _ in samples],
     )

@@ -91,7 +91,10 @@ class TarSamples:
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         placed = _placed(columns)
         numbers = [number for number, _ in by_part(indices, self._bounds) if placed]
-        readers = dict(zip(numbers, self._readers(numbers, placed), strict=True))
+        readers = {number: self._reader(number, placed) for number in numbers}
+        if None in readers.values():  # they are fetched several at a time
+            fetched = in_threads(lambda n: self._reader(n, placed, True), numbers)
+            readers = dict(zip(numbers, fetched, strict=True))
 
         def read(
             number: int, rows: np.ndarray, columns: tuple[str, ...]
@@ -115,15 +118,6 @@ class TarSamples:
             return found
 
         return gathered(indices, self._bounds, self.schema, columns, read)
-
-    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Any]:
-        """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
-        readers = [self._reader(number, placed) for number in numbers]
-        if None in readers:
-            return in_threads(
-                lambda number: self._reader(number, placed, may_fetch=True), numbers
-            )
-        return readers
 
     def _reader(
         self, number: int, placed: tuple[str, ...], may_fetch: bool = False

@@ -131,7 +131,8 @@ def _scan(
                 f"no valid member and no end mark at byte {tar.offset}"
             )
         scan = layout_of(name, members, tree, read, image_column, target_column)
-    return scan._replace(left_out=left_out + scan.left_out, sparse=sparse)
+    left_out.update(scan.left_out)
+    return scan._replace(left_out=left_out, sparse=sparse)
 
 
 class _HeaderReader(io.BufferedReader):

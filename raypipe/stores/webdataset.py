@@ -62,7 +62,7 @@ class Scan(NamedTuple):
     Attributes:
         keys: the samples' keys or paths, see `as_texts`.
         places: suffix → the `Place` of each sample's member, int64 (n, 3), or `MISSING`; "" is the image.
-        labels: numbers, (n,) or (n, …); None without labels.
+        labels: numbers, or lists of them; None without labels.
         kinds: the kinds of the members of class folders, see `raypipe.stores.class_folders.Entry`.
         left_out: how many members are neither, by suffix.
         sparse: the parts of each sparse member, by its position.
@@ -71,9 +71,9 @@ class Scan(NamedTuple):
 
     keys: pa.LargeBinaryArray
     places: dict[str, np.ndarray]
-    labels: np.ndarray | None = None
+    labels: list[Any] | None = None
     kinds: pa.LargeBinaryArray | None = None
-    left_out: LeftOut = LeftOut()
+    left_out: Mapping[str, int] = {}
     sparse: Mapping[str, list[list[int]]] = {}
     tar: Sequence[int | str] = ()
 
@@ -96,9 +96,9 @@ class Indexed(NamedTuple):
     columns: dict[str, np.ndarray]
     keys: pa.LargeBinaryArray
     nums: list[int]
-    left_out: LeftOut
+    left_out: Mapping[str, int]
     fingerprint: str
-    sparse: list[dict[str, list[list[int]]]]
+    sparse: list[Mapping[str, list[list[int]]]]
     classes: tuple[str, ...] | None = None
     told: Sequence[Any] = ("", [])
 
@@ -152,21 +152,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _labels_of(names: Sequence[str], scans: Sequence[Scan]) -> np.ndarray | None:
-    """Return the labels of all tars, see `_array_of`."""
-    labels = [scan.labels for scan in scans if scan.labels is not None]
-    if not labels:
+    """Return the labels of all tars: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
+    if all(scan.labels is None for scan in scans):
         return None
+    labels: list[Any] = []
     for name, scan in zip(names, scans, strict=True):
         if scan.labels is None:
             (first,) = as_names(scan.keys[:1])
             raise StoreError(
                 f"{name}: sample {first!r} has no label, but samples of other shards have one"
             )
-    return _array_of(names[0], [label for each in labels for label in each.tolist()])
-
-
-def _array_of(name: str, labels: Sequence[Any]) -> np.ndarray:
-    """Return labels as an array: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
+        labels += scan.labels
     try:
         numbers = exactly(labels)
         if numbers.dtype.kind not in "biuf":
@@ -174,7 +170,7 @@ def _array_of(name: str, labels: Sequence[Any]) -> np.ndarray:
         return numbers
     except ValueError as error:
         raise StoreError(
-            f"{name}: its labels and those of the other shards do not form an array ({error}). If they are "
+            f"{names[0]}: its labels and those of the other shards do not form an array ({error}). If they are "
             "lists of different lengths, name the field in store.columns, with a length, not in "
             "store.target_column"
         ) from None
@@ -190,9 +186,8 @@ def find_samples(
     read: Read,
     image_column: str,
     target_column: str,
-    needs_labels: bool = True,
 ) -> Scan | None:
-    """Group a tar's members into samples; None if it is no WebDataset: no label, and not every image has text.
+    """Group a tar's members into samples; None if it is no WebDataset: no sample has an image or a label.
 
     Args:
         name: name of the tar, for errors.
@@ -201,7 +196,6 @@ def find_samples(
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
             "label", but wrong and missing labels are allowed.
-        needs_labels: whether images need labels or texts to be a WebDataset.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
@@ -213,14 +207,17 @@ def find_samples(
     has_images = _name_images(samples, image_column)
     labels = _read_labels(name, samples, target_column, read)
     target_column = target_column or "label"
-    if image_column != "image" and not has_images:
-        raise _without(name, samples[0], image_column, "image", read)
-    if target_column != "label" and labels is None:
-        raise _without(name, samples[0], target_column, "label", read)
-    if labels is None:
-        if not has_images or (needs_labels and not _all_have_texts(samples)):
-            return None
-    elif None in labels and not problem:
+    for usual, column, is_there in (
+        ("image", image_column, has_images),
+        ("label", target_column, labels is not None),
+    ):
+        if column != usual and not is_there:
+            members = samples[0].members
+            present = [*filter(None, members), *_json_of(members, read)]
+            raise StoreError(missing(name, column, present, RENAMED[usual]))
+    if labels is None and not has_images:
+        return None
+    if labels is not None and None in labels and not problem:
         key = samples[labels.index(None)].key
         problem = f"sample {key!r} has no label, but others have one"
     if problem:
@@ -234,17 +231,9 @@ def find_samples(
     return Scan(
         keys=as_texts(sample.key for sample in samples),
         places={suffix: _places(samples, suffix) for suffix in (_IMAGE, *nums)},
-        labels=None if labels is None else _array_of(name, labels),
+        labels=labels,
         left_out=left_out,
     )
-
-
-def _without(
-    name: str, sample: _Sample, column: str, usual: str, read: Read
-) -> StoreError:
-    """Return the error of a tar without a column that was asked for, with those that it has."""
-    names = [*filter(None, sample.members), *_json_of(sample.members, read)]
-    return StoreError(missing(name, column, names, RENAMED[usual]))
 
 
 def _places(samples: Sequence[_Sample], suffix: str) -> np.ndarray:
@@ -315,12 +304,12 @@ def _read_labels(
     return labels
 
 
-def _all_have_texts(samples: Sequence[_Sample]) -> bool:
+def have_texts(scan: Scan) -> bool:
     """Return whether each sample with an image has a text too."""
-    return not any(
-        _IMAGE in members and TEXT_SUFFIXES.isdisjoint(members)
-        for _, members in samples
-    )
+    lack_texts = scan.places[_IMAGE][:, 0] >= 0
+    for suffix in TEXT_SUFFIXES & scan.places.keys():
+        lack_texts &= scan.places[suffix][:, 0] < 0
+    return not lack_texts.any()
 
 
 def _counted(
@@ -372,10 +361,10 @@ def index_samples(
     names: Sequence[str], scans: Sequence[Scan], classes: tuple[str, ...] | None = None
 ) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
-    keys = [scan.keys for scan in scans]
-    nums = list(map(len, keys))
     labels = _labels_of(names, scans)
-    left_out = sum((scan.left_out for scan in scans), LeftOut())
+    left_out = LeftOut()
+    for scan in scans:
+        left_out.update(scan.left_out)
     columns: dict[str, np.ndarray] = {}
     for suffix in dict.fromkeys(itertools.chain(*(scan.places for scan in scans))):
         places = np.concatenate(
@@ -391,24 +380,22 @@ def index_samples(
             left_out[f".{suffix}"] += int(is_there.sum())
         if not suffix and labels is not None:
             columns["label"] = labels
-    keys_of_all = pa.concat_arrays(keys)
-    fingerprint = _fingerprint_of(keys_of_all, columns, classes)
-    for name in columns.keys() - {"label"}:
-        columns[name] = columns[name][:, :2]
-    sparse = [dict(scan.sparse) for scan in scans]
-    return Indexed(columns, keys_of_all, nums, left_out, fingerprint, sparse, classes)
-
-
-def _fingerprint_of(
-    keys: pa.LargeBinaryArray,
-    columns: Mapping[str, np.ndarray],
-    classes: tuple[str, ...] | None,
-) -> str:
-    """Return the fingerprint of samples: sizes and times of their members, and not where they are."""
+    keys = pa.concat_arrays([scan.keys for scan in scans])
     types = {name: str(values.dtype) for name, values in columns.items()}
     fingerprint = Fingerprint(types, classes)
     fingerprint.add(b"\0".join(keys.to_pylist()))
     for name, values in columns.items():
-        facts = values if name == "label" else values[:, 1:]
-        fingerprint.add(facts.tobytes())
-    return fingerprint.hexdigest()
+        if name == "label":
+            fingerprint.add(values.tobytes())
+        else:  # sizes and times of members, and not where they are
+            fingerprint.add(values[:, 1:].tobytes())
+            columns[name] = values[:, :2]
+    return Indexed(
+        columns,
+        keys,
+        [len(scan.keys) for scan in scans],
+        left_out,
+        fingerprint.hexdigest(),
+        [scan.sparse for scan in scans],
+        classes,
+    )

@@ -8,7 +8,7 @@ buffer in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -104,9 +104,7 @@ class TableColumns:
             return pc.struct_field(column, leaf)
         return column
 
-    def table_of(
-        self, columns: Mapping[str, pa.ChunkedArray], path_of: Callable[[int], str]
-    ) -> pa.Table:
+    def table_of(self, table: pa.Table, path_of: Callable[[int], str]) -> pa.Table:
         """Return rows of opened columns besides the image, in the store's types.
 
         Args:
@@ -115,9 +113,9 @@ class TableColumns:
         Raises:
             StoreError: a label is null.
         """
-        columns = dict(columns)
-        if "label" in columns:
-            labels = columns["label"]
+        names = table.column_names
+        if "label" in names:
+            labels = table["label"]
             if labels.null_count and self._needs_labels:
                 label = self.fields["label"].name
                 path = path_of(int(np.flatnonzero(labels.is_null().to_numpy())[0]))
@@ -127,13 +125,9 @@ class TableColumns:
                     "target_column to '' if no labels are needed"
                 )
             if is_integer(labels.type):
-                columns["label"] = as_classes(labels)
-        fields = [self.schema.field(name) for name in columns]
-        arrays = [
-            column if column.type == field.type else column.cast(field.type)
-            for column, field in zip(columns.values(), fields, strict=True)
-        ]
-        return pa.table(arrays, schema=pa.schema(fields))
+                place = names.index("label")
+                table = table.set_column(place, "label", as_classes(labels))
+        return table.cast(pa.schema([self.schema.field(name) for name in names]))
 
 
 def _columns_of(
@@ -202,37 +196,34 @@ def chunked_taker(
     column: pa.ChunkedArray,
 ) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes rows of a column of images, as views; None for nulls."""
-    if column.num_chunks == 1:
-        return image_taker(column.chunk(0))
     if not pa.types.is_dictionary(column.type):
         column = column.cast(pa.large_binary())  # all of them may exceed 2 GiB
-    return image_taker(column.combine_chunks())
+    is_one = column.num_chunks == 1
+    return image_taker(column.chunk(0) if is_one else column.combine_chunks())
 
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
-    """Return a function that takes images of an array of bytes, as views; None for nulls."""
-    places: np.ndarray | None = None
+    """Return a function that takes images of an array of bytes, as views; None for nulls, and for row -1."""
     if pa.types.is_dictionary(images.type):
         # decoded, it might take far more memory than the file
         places = images.indices.cast(pa.int64()).fill_null(-1).to_numpy()
-        images = images.dictionary
+        take_entries = image_taker(images.dictionary)
+        return lambda rows: take_entries(places[rows])
     images = images.cast(pa.large_binary())  # of bytes with offsets, none are copied
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     # An array without rows may have no buffers.
     offsets = np.frombuffer(offset_buffer or bytes(8), np.int64)[images.offset :]
-    is_null: np.ndarray | None = None
-    if places is not None or images.null_count:
-        is_null = np.append(np.asarray(images.is_null()), True)  # behind: place -1
+    is_null = np.append(np.asarray(images.is_null()), True)  # behind: row -1
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
-        if places is not None:
-            rows = places[rows]
-        bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
-        views: list[memoryview | None] = [content[start:end] for start, end in bounds]
-        if is_null is not None:
-            for position in np.flatnonzero(is_null[rows]).tolist():
-                views[position] = None
-        return views
+        starts = offsets[rows].tolist()
+        ends = offsets[rows + 1].tolist()
+        return [
+            None if without else content[start:end]
+            for start, end, without in zip(
+                starts, ends, is_null[rows].tolist(), strict=True
+            )
+        ]
 
     return take

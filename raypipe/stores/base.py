@@ -431,57 +431,59 @@ def as_text(content: bytes | None) -> str | None:
         return None
 
 
-def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
-    """Return the part that has a sample, and the sample's index in it; part i begins with sample bounds[i]."""
-    number = int(np.searchsorted(bounds, index, "right")) - 1
-    return number, index - int(bounds[number])
+class Parts(ABC):
+    """Samples in parts that are read one at a time, such as files or row groups.
 
-
-def by_part(
-    indices: np.ndarray, bounds: np.ndarray
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each part that has requested samples, see `part_of`, and their positions, by ascending index."""
-    order = np.argsort(indices, kind="stable")
-    ends = np.searchsorted(indices[order], bounds)
-    for number in np.flatnonzero(np.diff(ends)).tolist():
-        yield number, order[ends[number] : ends[number + 1]]
-
-
-def gathered(
-    indices: np.ndarray,
-    bounds: np.ndarray,
-    schema: pa.Schema,
-    columns: tuple[str, ...],
-    read: Callable[[int, np.ndarray, tuple[str, ...]], Mapping[str, Any]],
-) -> Columns:
-    """Return samples of several parts, each of which is read once.
-
-    Args:
-        bounds: see `part_of`.
+    Attributes:
         schema: the columns of all parts.
-        columns: names of those to read.
-        read: number of a part, rows in it, ascending, columns → a list of images; the others as NumPy or Arrow
-            have them.
+        offsets: int64 (parts + 1,), the first sample of each part, and the number of samples.
     """
-    import pyarrow as pa  # importing it takes time
 
-    parts: dict[str, list[Any]] = {name: [] for name in columns}
-    positions_of = [np.empty(0, np.int64)]
-    for number, positions in by_part(indices, bounds):
-        found = read(number, indices[positions] - bounds[number], columns)
-        for name, values in found.items():
-            parts[name].append(values)
-        positions_of.append(positions)
-    order = np.argsort(np.concatenate(positions_of), kind="stable")
-    images = None
-    if "image" in parts:
-        every = list(itertools.chain.from_iterable(parts.pop("image")))
-        images = [every[row] for row in order.tolist()]
-    arrays = {
-        name: _joined(schema.field(name).type, values, order)
-        for name, values in parts.items()
-    }
-    return Columns(images, pa.table(arrays))
+    schema: pa.Schema
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    @abstractmethod
+    def _read(
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> Mapping[str, Any]:
+        """Read rows of a part, ascending: a list of images; the other columns as NumPy or Arrow have them."""
+
+    def part_of(self, index: int) -> tuple[int, int]:
+        """Return the part that has a sample, and the sample's row in it."""
+        number = int(np.searchsorted(self.offsets, index, "right")) - 1
+        return number, index - int(self.offsets[number])
+
+    def by_part(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield each part that has requested samples, and their positions, by ascending index."""
+        order = np.argsort(indices, kind="stable")
+        ends = np.searchsorted(indices[order], self.offsets)
+        for number in np.flatnonzero(np.diff(ends)).tolist():
+            yield number, order[ends[number] : ends[number + 1]]
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        """Return columns of samples, with one read of each part."""
+        import pyarrow as pa  # importing it takes time
+
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        positions_of = [np.empty(0, np.int64)]
+        for number, positions in self.by_part(indices):
+            rows = indices[positions] - self.offsets[number]
+            for name, values in self._read(number, rows, columns).items():
+                parts[name].append(values)
+            positions_of.append(positions)
+        order = np.argsort(np.concatenate(positions_of), kind="stable")
+        images = None
+        if "image" in parts:
+            every = list(itertools.chain.from_iterable(parts.pop("image")))
+            images = [every[row] for row in order.tolist()]
+        arrays = {
+            name: _joined(self.schema.field(name).type, values, order)
+            for name, values in parts.items()
+        }
+        return Columns(images, pa.table(arrays))
 
 
 def _joined(kind: pa.DataType, parts: list[Any], order: np.ndarray) -> pa.ChunkedArray:

@@ -17,16 +17,14 @@ from raypipe.stores.arrow_values import (
 )
 from raypipe.stores.base import (
     Columns,
+    Parts,
     Store,
-    by_part,
     check_columns,
     check_indices,
-    gathered,
     is_at_hand,
     join_fingerprints,
     keeps_groups,
     name_of,
-    part_of,
 )
 from raypipe.stores.numbers import exactly
 
@@ -34,7 +32,7 @@ from raypipe.stores.numbers import exactly
 _GROUP = 1024
 
 
-class JoinedStore:
+class JoinedStore(Parts):
     """Stores in a row, with the columns that all have, and with class names if all have the same.
 
     Args:
@@ -48,105 +46,91 @@ class JoinedStore:
     def __init__(self, parts: Mapping[str, Store]) -> None:
         assert parts, "a joined store has parts"
         self.parts = dict(parts)
-        self.offsets = np.append(
-            0, np.cumsum([len(store) for store in parts.values()])
-        ).astype(np.int64)
-        self.address = " + ".join(store.address for store in parts.values())
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns that all stores have, with a type for the numbers of all."""
-        first, *following = [store.schema for store in self.parts.values()]
+        self._stores = list(parts.values())
+        sizes = [len(store) for store in self._stores]
+        self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
+        self.address = " + ".join(store.address for store in self._stores)
+        # the columns that all stores have, with a type for the numbers of all
+        schemas = [store.schema for store in self._stores]
         fields = []
-        for name in first.names:
-            if all(name in schema.names for schema in following):
-                kinds = [schema.field(name).type for schema in (first, *following)]
+        for name in schemas[0].names:
+            if all(name in schema.names for schema in schemas):
+                kinds = [schema.field(name).type for schema in schemas]
                 fields.append(pa.field(name, _common_type(kinds)))
-        return pa.schema(fields)
+        self.schema = pa.schema(fields)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Class names; None if stores differ in them or have none."""
-        first, *following = self.parts.values()
-        if all(store.classes == first.classes for store in following):
-            return first.classes
-        return None
+        (classes, *others) = {store.classes for store in self._stores}
+        return None if others else classes
 
     @property
     def groups(self) -> np.ndarray | None:
-        stores = self.parts.values()
-        if all(store.groups is None for store in stores):
+        if all(store.groups is None for store in self._stores):
             return None
-        starts = [
-            offset
-            + (
-                np.arange(0, len(store), _GROUP)
-                if store.groups is None
-                else store.groups[:-1]
-            )
-            for offset, store in zip(self.offsets[:-1], stores, strict=True)
-        ]
-        return np.append(np.concatenate(starts), self.offsets[-1]).astype(np.int64)
+        groups: list[Any] = []
+        for first, store in zip(self.offsets[:-1], self._stores, strict=True):
+            of_store = store.groups
+            if of_store is None:
+                of_store = np.arange(0, len(store) + _GROUP, _GROUP)
+            groups.append(first + of_store[:-1])
+        return np.append(np.concatenate(groups), self.offsets[-1]).astype(np.int64)
 
     @property
     def fingerprint(self) -> str:
-        return join_fingerprints([store.fingerprint for store in self.parts.values()])
-
-    def __len__(self) -> int:
-        return int(self.offsets[-1])
+        return join_fingerprints([store.fingerprint for store in self._stores])
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         """Read samples, see `Store.read`, with one read of each store."""
         rows = check_indices(indices, len(self), self.address)
-        stores = list(self.parts.values())
-        for store in stores:
+        for store in self._stores:
             check_columns(columns, store.schema.names, store.address)
-        if len(stores) == 1:
-            return stores[0].read(rows, columns)
-        schema = self.schema
+        if len(self._stores) == 1:
+            return self._stores[0].read(rows, columns)
+        return super().read(rows, columns)
 
-        def read(
-            number: int, rows: np.ndarray, columns: tuple[str, ...]
-        ) -> dict[str, Any]:
-            found = stores[number].read(rows, columns)
-            return {
-                name: found.images
-                if name == "image"
-                else _cast_column(name, found.table[name], schema.field(name).type)
-                for name in columns
-            }
-
-        return gathered(rows, self.offsets, schema, columns, read)
+    def _read(
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> dict[str, Any]:
+        found = self._stores[number].read(rows, columns)
+        read: dict[str, Any] = {}
+        for name in columns:
+            if name == "image":
+                read[name] = found.images
+            else:
+                kind = self.schema.field(name).type
+                read[name] = _cast_column(name, found.table[name], kind)
+        return read
 
     def sample_name(self, index: int) -> str:
         """Return the name of a sample's source, its index there, and the store's name for it."""
-        number, store_index = part_of(self.offsets, index)
-        name, store = list(self.parts.items())[number]
-        return " ".join(
-            filter(None, (name, str(store_index), name_of(store, store_index)))
-        )
+        number, row = self.part_of(index)
+        names = [*self.parts][number], str(row), name_of(self._stores[number], row)
+        return " ".join(filter(None, names))
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """See `raypipe.stores.base.is_at_hand`."""
-        stores = list(self.parts.values())
         return all(
             is_at_hand(
-                stores[number], indices[positions] - self.offsets[number], columns
+                self._stores[number],
+                indices[positions] - self.offsets[number],
+                columns,
             )
-            for number, positions in by_part(indices, self.offsets)
+            for number, positions in self.by_part(indices)
         )
 
     @property
     def keeps_groups(self) -> bool:
         """See `raypipe.stores.base.keeps_groups`."""
         return all(
-            store.groups is None or keeps_groups(store) for store in self.parts.values()
+            store.groups is None or keeps_groups(store) for store in self._stores
         )
 
     def close(self) -> None:
-        for store in self.parts.values():
+        for store in self._stores:
             store.close()
 
 

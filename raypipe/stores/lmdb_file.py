@@ -22,12 +22,12 @@ import mmap
 import os
 import struct
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
@@ -37,14 +37,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile
-from raypipe.stores.base import (
-    MAX_SAMPLE_BYTES,
-    Columns,
-    by_part,
-    gathered,
-    hash_of_facts,
-    part_of,
-)
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Parts, hash_of_facts
 
 _INTERFACE_VERSION = 2
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
@@ -355,10 +348,9 @@ class Shard:
         return shared_cache().get(self.file, LMDBFile)
 
 
-class Shards(ABC):
-    """The files of an open store: `offsets` has the first sample of each, and the number of samples."""
+class Shards(Parts):
+    """The files of an open store."""
 
-    schema: pa.Schema
     groups = None
 
     def __init__(self, shards: Sequence[Shard], sizes: Sequence[int]) -> None:
@@ -366,29 +358,17 @@ class Shards(ABC):
         self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
         self.written = hash_of_facts([shard.file.written for shard in shards])
 
-    def __len__(self) -> int:
-        return int(self.offsets[-1])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        return gathered(indices, self.offsets, self.schema, columns, self._read)
-
-    @abstractmethod
-    def _read(
-        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Read samples of a file; those that are missing or damaged have no values."""
-
     @abstractmethod
     def _key(self, number: int, row: int) -> str:
         """Return the key of a sample of a file, in words."""
 
     def sample_name(self, index: int) -> str:
-        number, row = part_of(self.offsets, index)
+        number, row = self.part_of(index)
         return f"{self.shards[number].path}, key {self._key(number, row)}"
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files of samples are on this node's disk."""
-        files = [self.shards[n].file for n, _ in by_part(indices, self.offsets)]
+        files = [self.shards[number].file for number, _ in self.by_part(indices)]
         return all(
             isinstance(file, LMDBFile) or shared_cache().find(file, LMDBFile)
             for file in files

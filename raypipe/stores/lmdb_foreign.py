@@ -75,18 +75,20 @@ class ForeignShards(Shards):
             listings = _with_classes_of_lsun(shards, listings)
         self._listings = listings
         self.classes: tuple[str, ...] | None = None
-        labels = [listing.labels for listing in listings if listing.labels is not None]
+        # views of what the node keeps
+        self._labels = [listing.labels for listing in listings]
         label_type = first.label_type
-        if labels and isinstance(labels[0], pa.DictionaryArray):
+        if isinstance(self._labels[0], pa.DictionaryArray):
             label_type = "int64"
-            texts = [named.dictionary for named in labels]
+            texts = [named.dictionary for named in self._labels]
             every = pc.unique(pa.chunked_array(texts)).sort()
             self.classes = tuple(every.to_pylist())
-            classes_of = (pc.index_in(each, every).cast(pa.int64()) for each in texts)
-            self._classes_of = [classes.to_numpy() for classes in classes_of]
-            labels = [named.indices for named in labels]
-        # views of what the node keeps
-        self._labels = [numbers.to_numpy() for numbers in labels]
+            self._labels = [
+                pa.DictionaryArray.from_arrays(
+                    named.indices, pc.index_in(named.dictionary, every).cast(pa.int64())
+                )
+                for named in self._labels
+            ]
         self.schema = _schema_of(first.layout, label_type)
         names = self.schema.names
         if target_column not in ("", "label") and "label" not in names:
@@ -103,21 +105,18 @@ class ForeignShards(Shards):
     ) -> dict[str, Any]:
         shard = self.shards[number]
         listing = self._listings[number]
+        taken = pa.array(rows)
         found: dict[str, Any] = {}
-        if "label" in columns and self._labels:
-            labels = self._labels[number][rows]
-            found["label"] = (
-                self._classes_of[number][labels] if self.classes else labels
-            )
+        labels = self._labels[number]
+        if "label" in columns and labels is not None:
+            found["label"] = labels.take(taken).cast(pa.int64())
         names = [name for name in columns if name not in found]
         if not names:
             return found
         file = shard.open()
+        keys = listing.keys.take(taken).to_pylist()
         with errors_as(StoreError, f"{shard.path} cannot be read"):
-            samples = [
-                _sample(file, listing, key, names)
-                for key in listing.keys.take(pa.array(rows)).to_pylist()
-            ]
+            samples = [_sample(file, listing, key, names) for key in keys]
         for name in names:
             values = [sample.get(name) for sample in samples]
             if name != "image":
@@ -185,11 +184,6 @@ def _as_arrow(kind: pa.DataType, values: list[Any]) -> pa.Array:
     try:
         return pa.array(values, kind)
     except _NO_LABEL:
-        return pa.array([each if _fits(kind, each) else None for each in values], kind)
-
-
-def _fits(kind: pa.DataType, label: Any) -> bool:
-    try:
-        return pa.scalar(label, kind) is not None
-    except _NO_LABEL:
-        return False
+        if len(values) == 1:
+            return pa.nulls(1, kind)
+        return pa.concat_arrays([_as_arrow(kind, [value]) for value in values])

@@ -66,7 +66,7 @@ def labels_of_folders(
         and len({path[depth] for path in paths}) == 1
     ):
         depth += 1
-    names = [path[depth] if len(path) > depth else "" for path in paths]
+    names = ["".join(path[depth : depth + 1]) for path in paths]
     classes = sorted(set(names))
     if len(classes) < 2 or "" in classes:
         if must_have:

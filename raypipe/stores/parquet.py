@@ -28,7 +28,7 @@ from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_values import is_bytes, is_text, take
-from raypipe.stores.base import Columns, FileStore, gathered, hash_of_facts, part_of
+from raypipe.stores.base import Columns, FileStore, Parts, hash_of_facts
 from raypipe.stores.tables import ListedFiles, read_tables
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -88,6 +88,23 @@ class ParquetStore(FileStore["_Groups | ListedFiles"]):
         return ParquetStore(self.address, image_column, target_column, cache_bytes=0)
 
 
+class _Footer(NamedTuple):
+    """The footer of a file.
+
+    Attributes:
+        content: its bytes, whose hash no release of pyarrow changes.
+        version: the file's version.
+        num_rows: the rows of each row group.
+    """
+
+    path: str
+    content: bytes
+    version: str
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    num_rows: list[int]
+
+
 class _Group(NamedTuple):
     """A row group of a file."""
 
@@ -128,7 +145,7 @@ class _Column:
         return self._numbers[rows]
 
 
-class _Groups(TableColumns):
+class _Groups(Parts, TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
     def __init__(
@@ -138,71 +155,63 @@ class _Groups(TableColumns):
         with errors_as(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        read = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
-        footers = [footer for footer, _ in read]
-        self.written = hash_of_facts([version for _, version in read])
-        parsed = [
-            _parse_footer(path, footer)
-            for path, footer in zip(paths, footers, strict=True)
-        ]
-        schemas = [schema for _, schema, _ in parsed]
+        footers = in_threads(lambda path: _footer_of(self._filesystem, path), paths)
+        self.written = hash_of_facts([footer.version for footer in footers])
         self._groups = [
-            _Group(path, metadata, number, size)
-            for path, (metadata, _, sizes) in zip(paths, parsed, strict=True)
-            for number, size in enumerate(sizes)
-            if size
+            _Group(footer.path, footer.metadata, number, num_rows)
+            for footer in footers
+            for number, num_rows in enumerate(footer.num_rows)
+            if num_rows
         ]
-        if _has_only_paths(schemas[0], self._groups, image_column):
+        schemas = [(footer.path, footer.schema) for footer in footers]
+        if _has_only_paths(schemas[0][1], self._groups, image_column):
             raise _OnlyPathsError(files)
-        super().__init__(
-            list(zip(paths, schemas, strict=True)), image_column, target_column
-        )
-        self.fingerprint = _fingerprint_of(footers, image_column, target_column)
-        self.groups = np.cumsum(
-            [0, *(group.num_rows for group in self._groups)], dtype=np.int64
-        )
+        TableColumns.__init__(self, schemas, image_column, target_column)
+        digest = hashlib.blake2b(digest_size=16)
+        for footer in footers:
+            digest.update(len(footer.content).to_bytes(8, "little") + footer.content)
+        if (image_column, target_column or "label") != ("image", "label"):
+            digest.update(repr((image_column, target_column)).encode())
+        self.fingerprint = digest.hexdigest()
+        sizes = [group.num_rows for group in self._groups]
+        self.groups = self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], _Column] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return int(self.groups[-1])
+        # bytes of the groups of which one read, in its thread, has views
+        self._viewed = threading.local()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        num_viewed = 0
-
-        def read(
-            number: int, rows: np.ndarray, columns: tuple[str, ...]
-        ) -> dict[str, Any]:
-            nonlocal num_viewed
-            group = self._columns(number, columns)
-            image = group.pop("image", None)
-            found: dict[str, Any] = {
-                name: column.rows(rows) for name, column in group.items()
-            }
-            if image is not None:
-                views: list[Any] = image.images(rows)
-                num_viewed += image.num_bytes
-                # A single view keeps its whole group in memory.
-                if num_viewed > self._cache_bytes // _VIEWED:
-                    views = [None if view is None else bytes(view) for view in views]
-                found["image"] = views
-            return found
-
         def path_of(row: int) -> str:
-            return self._groups[part_of(self.groups, int(indices[row]))[0]].path
+            return self._groups[self.part_of(int(indices[row]))[0]].path
 
-        found = gathered(indices, self.groups, self.schema, columns, read)
-        names = found.table.column_names
-        stored = dict(zip(names, found.table.columns, strict=True))
-        return Columns(found.images, self.table_of(stored, path_of))
+        self._viewed.num_bytes = 0
+        found = super().read(indices, columns)
+        return Columns(found.images, self.table_of(found.table, path_of))
+
+    def _read(
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> dict[str, Any]:
+        group = self._columns(number, columns)
+        image = group.pop("image", None)
+        found: dict[str, Any] = {
+            name: column.rows(rows) for name, column in group.items()
+        }
+        if image is not None:
+            views: list[Any] = image.images(rows)
+            self._viewed.num_bytes += image.num_bytes
+            # A single view keeps its whole group in memory.
+            if self._viewed.num_bytes > self._cache_bytes // _VIEWED:
+                views = [None if view is None else bytes(view) for view in views]
+            found["image"] = views
+        return found
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""
         return sum(column.num_bytes for column in self._cache.values())
 
     def sample_name(self, index: int) -> str:
-        number, row = part_of(self.groups, index)
+        number, row = self.part_of(index)
         return f"{self._groups[number]}, row {row}"
 
     def _columns(self, number: int, names: tuple[str, ...]) -> dict[str, _Column]:
@@ -284,18 +293,6 @@ def _are_only_named(groups: Sequence[_Group], image_column: str) -> bool:
     return bool(groups)
 
 
-def _fingerprint_of(
-    footers: Sequence[bytes], image_column: str, target_column: str
-) -> str:
-    """Return the hash over all footers, and over the names of image and label if they are not the usual ones."""
-    digest = hashlib.blake2b(digest_size=16)
-    for footer in footers:
-        digest.update(len(footer).to_bytes(8, "little") + footer)
-    if (image_column, target_column or "label") != ("image", "label"):
-        digest.update(repr((image_column, target_column)).encode())
-    return digest.hexdigest()
-
-
 def _check_size(group: _Group, leaves: list[str]) -> None:
     """Raise StoreError if, by the footer, columns of a row group unpack to more than the limit."""
     row_group = group.metadata.row_group(group.number)
@@ -317,8 +314,7 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
     )
 
 
-def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
-    """Return the raw bytes of the footer, whose hash no release of pyarrow changes, and the file's version."""
+def _footer_of(filesystem: pafs.FileSystem, path: str) -> _Footer:
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()
@@ -329,34 +325,25 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
                     f"{path} is truncated or not Parquet: no footer at its end; copy it again"
                 )
             check_read(f"{path}: its footer", num_bytes - _TAIL_BYTES - start)
-            footer = file.read_at(num_bytes - _TAIL_BYTES - start, start)
-            return footer, version_of(file, filesystem, path)
+            content = file.read_at(num_bytes - _TAIL_BYTES - start, start)
+            version = version_of(file, filesystem, path)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _parse_footer(
-    path: str, footer: bytes
-) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
-    """Return a footer's metadata of the file, its schema, and the rows of each row group."""
-    # A footer between two magics is itself a Parquet file, without data.
-    file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
-        parsed = pq.read_metadata(pa.BufferReader(file))
-        sizes = [
+        # A footer between two magics is itself a Parquet file, without data.
+        parsed = pq.read_metadata(pa.BufferReader(_MAGIC + content + tail))
+        num_rows = [
             parsed.row_group(number).num_rows for number in range(parsed.num_row_groups)
         ]
-        if min(sizes, default=0) < 0 or sum(sizes) != parsed.num_rows:
+        least = min(num_rows, default=0)
+        if least < 0 or sum(num_rows) != parsed.num_rows:
             raise ValueError(
-                f"{parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of {min(sizes, default=0)}"
+                f"{parsed.num_rows} rows, in row groups of {sum(num_rows)}, the smallest of {least}"
             )
-        return parsed, parsed.schema.to_arrow_schema(), sizes
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-    ) as error:
+        schema = parsed.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError, ValueError) as error:
         # includes UnicodeDecodeError for a column's name
         raise StoreError(
             f"{path} has a broken footer: {error}; copy or convert it again"
         ) from error
+    return _Footer(path, content, version, parsed, schema, num_rows)

@@ -139,10 +139,8 @@ class ListedFiles(FileFacts, TableColumns):
         images = None
         if "image" in columns:
             images = read_files([self.sample_name(index) for index in indices.tolist()])
-        rows = pa.array(indices)
-        read = {
-            name: self._rows[name].take(rows) for name in columns if name != "image"
-        }
+        others = [name for name in columns if name != "image"]
+        read = self._rows.select(others).take(pa.array(indices))
         return Columns(images, self.table_of(read, self.sample_name))
 
     def names(self, indices: np.ndarray) -> list[str]:

@@ -20,11 +20,9 @@ from raypipe.stores.arrow_values import array_type
 from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
+    Parts,
     as_text,
-    by_part,
-    gathered,
     hash_of_facts,
-    part_of,
 )
 from raypipe.stores.tar_index import Tar
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Indexed, as_names
@@ -39,7 +37,7 @@ _NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is al
 Reader = OpenFile | ByteRangesReader
 
 
-class TarSamples:
+class TarSamples(Parts):
     """The tars of a store, and the index of their samples."""
 
     def __init__(
@@ -63,14 +61,10 @@ class TarSamples:
         self.written = hash_of_facts([tar.written for tar in tars])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
-        self._starts = bounds
         self.groups = self._groups_of(bounds) if in_groups else None
-        # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
-        self._bounds = bounds if self.groups is None else self.groups
-        self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
-
-    def __len__(self) -> int:
-        return int(self._bounds[-1])
+        # Samples from self.offsets[i] on are read from one file or part, of tar self._numbers[i].
+        self.offsets = bounds if self.groups is None else self.groups
+        self._numbers = np.searchsorted(bounds, self.offsets[:-1], "right") - 1
 
     def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
         """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
@@ -90,34 +84,33 @@ class TarSamples:
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         placed = _placed(columns)
-        numbers = [number for number, _ in by_part(indices, self._bounds) if placed]
-        readers = {number: self._reader(number, placed) for number in numbers}
-        if None in readers.values():  # they are fetched several at a time
-            fetched = in_threads(lambda n: self._reader(n, placed, True), numbers)
-            readers = dict(zip(numbers, fetched, strict=True))
+        if placed and not self.is_at_hand(indices, columns):
+            # several are fetched at a time
+            numbers = [number for number, _ in self.by_part(indices)]
+            in_threads(lambda number: self._reader(number, placed, True), numbers)
+        return super().read(indices, columns)
 
-        def read(
-            number: int, rows: np.ndarray, columns: tuple[str, ...]
-        ) -> dict[str, Any]:
-            shard = self._numbers[number]
-            found: dict[str, Any] = {}
-            for column in columns:
-                values: Any = self._index[column][rows + self._bounds[number]]
-                if column in placed:
-                    name = self._tars[shard].address
-                    sparse = self._sparse[shard]
-                    values = [
-                        _content(readers[number], name, sparse, *place)
-                        for place in values.tolist()
-                    ]
-                if column in TEXT_SUFFIXES:
-                    values = map(as_text, values)
-                if column in placed and column != "image":
-                    values = pa.array(values, self.schema.field(column).type)
-                found[column] = values
-            return found
-
-        return gathered(indices, self._bounds, self.schema, columns, read)
+    def _read(
+        self, number: int, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> dict[str, Any]:
+        placed = _placed(columns)
+        shard = self._numbers[number]
+        name = self._tars[shard].address
+        sparse = self._sparse[shard]
+        reader = self._reader(number, placed, may_fetch=True) if placed else None
+        found: dict[str, Any] = {}
+        for column in columns:
+            values: Any = self._index[column][rows + self.offsets[number]]
+            if column != "label":
+                values = [
+                    _content(reader, name, sparse, *place) for place in values.tolist()
+                ]
+            if column in TEXT_SUFFIXES:
+                values = map(as_text, values)
+            if column not in ("label", "image"):
+                values = pa.array(values, self.schema.field(column).type)
+            found[column] = values
+        return found
 
     def _reader(
         self, number: int, placed: tuple[str, ...], may_fetch: bool = False
@@ -139,7 +132,7 @@ class TarSamples:
         self, number: int, placed: tuple[str, ...], tar: RemoteFile
     ) -> ByteRanges:
         """Return the bytes of a group's members and their headers, joined across small gaps."""
-        first, last = self._bounds[number : number + 2]
+        first, last = self.offsets[number : number + 2]
         places = np.concatenate([self._index[name][first:last] for name in placed])
         starts, sizes = places[np.argsort(places[:, 0])].T
         are_read = (starts >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
@@ -161,7 +154,7 @@ class TarSamples:
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
         placed = _placed(columns)
-        parts = by_part(indices, self._bounds)
+        parts = self.by_part(indices)
         return all(self._reader(number, placed) is not None for number, _ in parts)
 
     def names(self, indices: np.ndarray) -> list[str]:
@@ -169,9 +162,9 @@ class TarSamples:
         return as_names(self._keys.take(pa.array(indices)))
 
     def sample_name(self, index: int) -> str:
-        number, _ = part_of(self._starts, index)
+        tar = self._tars[self._numbers[self.part_of(index)[0]]]
         (key,) = as_names(self._keys[index : index + 1])
-        return f"{self._tars[number].address}, {key}"
+        return f"{tar.address}, {key}"
 
 
 def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:

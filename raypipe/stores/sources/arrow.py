@@ -75,7 +75,7 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[ColumnValues]:
                     for name, field in columns.fields.items()
                 }
                 images = chunked_taker(opened.pop("image"))(rows)
-                table = columns.table_of(opened, lambda _: path)  # noqa: B023  called at once
+                table = columns.table_of(pa.table(opened), lambda _: path)  # noqa: B023  called at once
                 values = Columns(images, table)
                 _check_embedded(path, batch, columns)
                 yield from values.samples()

@@ -174,8 +174,11 @@ def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
 def check_one_split(address: str, names: Iterable[str]) -> None:
     """Raise StoreError unless the names show exactly the files of one split, or no split at all."""
     splits: dict[str, list[str]] = {}
+    parts: list[re.Match[str]] = []
     for name in sorted(names):
         match = PART_OF.match(name)
+        if match is not None:
+            parts.append(match)
         if split := match["split"] if match else split_of(name)[0]:
             splits.setdefault(split, []).append(name)
     if len(splits) > 1:
@@ -187,21 +190,19 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
             f"{address} has files of several splits: {listed}. A store is one split: choose it, such as "
             f"{address.rstrip('/')}/{example}, or a pattern of its files, in quotes"
         )
-    for split, files in splits.items():
-        parts = [match for name in files if (match := PART_OF.match(name))]
-        name_of: dict[str, str] = {}
-        for match in parts:
-            before = name_of.setdefault(match["number"], match.string)
-            if before != match.string:
-                raise StoreError(
-                    f"{address} has part {match['number']} of {split} twice, {before} and {match.string}: remove "
-                    "the files of one version, or choose those of the other with a pattern"
-                )
-        if parts and len(parts) < int(parts[0]["num"]):
+    name_of: dict[str, str] = {}
+    for part in parts:
+        before = name_of.setdefault(part["number"], part.string)
+        if before != part.string:
             raise StoreError(
-                f"{address} has only {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the rest, "
-                "or choose these with a pattern such as train-0*"
+                f"{address} has part {part['number']} of {part['split']} twice, {before} and {part.string}: "
+                "remove the files of one version, or choose those of the other with a pattern"
             )
+    if parts and len(parts) < int(parts[0]["num"]):
+        raise StoreError(
+            f"{address} has only {len(parts)} of the {int(parts[0]['num'])} files of {parts[0]['split']}: fetch "
+            "the rest, or choose these with a pattern such as train-0*"
+        )
 
 
 def _of_manifest(where: str) -> list[RemoteFile]:

@@ -26,9 +26,6 @@ _LISTS = (
 )
 _TEXTS = ("string", "large_string", "string_view")
 _BYTES = ("binary", "large_binary", "binary_view")
-_LIST_SCALARS = (
-    pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
-)
 
 
 def is_integer(kind: pa.DataType) -> bool:
@@ -116,8 +113,7 @@ def to_values(column: pa.ChunkedArray) -> np.ndarray | list[Any]:
     if numbers is None:
         return _python_values(column)
     if isinstance(column.type, pa.BaseExtensionType):
-        chunks = [chunk.storage for chunk in column.chunks]
-        column = pa.chunked_array(chunks, column.type.storage_type)
+        column = column.cast(column.type.storage_type)
     try:
         return np.array(numbers_in(column.combine_chunks()))
     except ValueError:
@@ -167,10 +163,7 @@ def _has_none(value: Any) -> bool:
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
-    if (
-        isinstance(scalar, _LIST_SCALARS)
-        and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES
-    ):
+    if is_list(scalar.type) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
         return None
     try:
         return scalar.as_py()

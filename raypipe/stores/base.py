@@ -496,10 +496,8 @@ def _joined(kind: pa.DataType, parts: list[Any], order: np.ndarray) -> pa.Chunke
         return pa.chunked_array([to_arrow(np.concatenate(parts)[order])])
     chunks = list[pa.Array]()
     for part in parts:
-        if isinstance(part, pa.ChunkedArray):
-            chunks += part.chunks
-        else:
-            chunks.append(to_arrow(part) if isinstance(part, np.ndarray) else part)
+        values = to_arrow(part) if isinstance(part, np.ndarray) else part
+        chunks += values.chunks if isinstance(values, pa.ChunkedArray) else [values]
     if not chunks:
         return pa.chunked_array([], kind)
     return take(pa.chunked_array(chunks), order)

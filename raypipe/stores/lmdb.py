@@ -37,7 +37,7 @@ from raypipe.stores.arrow_columns import TableColumns
 from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import FileStore, join_fingerprints
 from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
-from raypipe.stores.lmdb_foreign import ForeignShards, open_foreign
+from raypipe.stores.lmdb_foreign import ForeignShards
 from raypipe.stores.record import (
     KEY,
     METADATA_KEY,
@@ -84,7 +84,7 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
         foreign = [shard for shard, metadata in found if not metadata]
         target_column, trust_pickles = self._options
         if not own:
-            return open_foreign(foreign, target_column, trust_pickles)
+            return ForeignShards(foreign, target_column, trust_pickles)
         if foreign:
             raise StoreError(
                 f"{foreign[0].path} is LMDB from another program, and {own[0].path} is raypipe's: a store "

@@ -29,18 +29,6 @@ CLASS_OF_LSUN = re.compile(r"(?P<name>.+)_(?P<split>train|val|test)_lmdb")
 """Name of an LMDB of LSUN, which has one for each class."""
 
 
-def open_foreign(
-    shards: Sequence[Shard], target_column: str, trust_pickles: bool
-) -> ForeignShards:
-    """Open files that another program wrote; the options are those of `LMDBStore`.
-
-    Raises:
-        StoreError: a file is damaged, its layout is unknown, or the files do not belong together.
-    """
-    listings = [listing_of(shard, target_column, trust_pickles) for shard in shards]
-    return ForeignShards(shards, listings, target_column)
-
-
 def _check_same_layout(shards: Sequence[Shard], listings: Sequence[Listing]) -> None:
     first = listings[0]
     for shard, listing in zip(shards, listings, strict=True):
@@ -63,11 +51,16 @@ def _schema_of(layout: str, label_type: str) -> pa.Schema:
 
 
 class ForeignShards(Shards):
-    """The shards of an open store."""
+    """Open files that another program wrote; the options are those of `LMDBStore`.
+
+    Raises:
+        StoreError: a file is damaged, its layout is unknown, or the files do not belong together.
+    """
 
     def __init__(
-        self, shards: Sequence[Shard], listings: Sequence[Listing], target_column: str
+        self, shards: Sequence[Shard], target_column: str, trust_pickles: bool
     ) -> None:
+        listings = [listing_of(shard, target_column, trust_pickles) for shard in shards]
         super().__init__(shards, [len(listing.keys) for listing in listings])
         _check_same_layout(shards, listings)
         first = listings[0]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +40,6 @@ _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
 
 _VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
-
-
-class _OnlyPathsError(StoreError):
-    """Files, its argument, have the paths of images, and not the images."""
 
 
 class ParquetStore(FileStore["_Groups | ListedFiles"]):
@@ -77,10 +72,16 @@ class ParquetStore(FileStore["_Groups | ListedFiles"]):
         super().__init__(address, image_column, target_column, cache_bytes)
 
     def _open(self) -> _Groups | ListedFiles:
-        try:
-            return _Groups(self.address, *self._options)
-        except _OnlyPathsError as error:
-            return read_tables(self.address, *error.args, *self._options[:2])
+        files = list_files(
+            self.address, lambda name: name.endswith(".parquet"), "*.parquet"
+        )
+        with errors_as(StoreError, f"{self.address} cannot be opened"):
+            filesystem, _ = open_filesystem(self.address)
+            paths = [open_filesystem(file.address)[1] for file in files]
+        footers = in_threads(lambda path: _footer_of(filesystem, path), paths)
+        if _have_only_paths(footers, self._options[0]):
+            return read_tables(self.address, files, *self._options[:2])
+        return _Groups(filesystem, footers, *self._options)
 
     def forwards(self) -> ParquetStore:
         """Return the same store for a single pass from start to end, which keeps only one row group."""
@@ -117,45 +118,37 @@ class _Group(NamedTuple):
         return f"{self.path}, row group {self.number}"
 
 
-class _Column:
-    """A column of a row group, in memory."""
+class _Column(NamedTuple):
+    """A column of a row group, in memory: a function that takes rows, int64 (n,), and its size."""
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        self.column = column
-        self.num_bytes = column.get_total_buffer_size()
+    take: Callable[[np.ndarray], Any]
+    num_bytes: int
 
-    @cached_property
-    def images(self) -> Callable[[np.ndarray], list[memoryview | None]]:
-        """A function that takes rows of images, as views."""
-        return chunked_taker(self.column)
 
-    @cached_property
-    def _numbers(self) -> np.ndarray | None:
-        """View of numbers without nulls, (rows,), of which NumPy takes rows in a third of Arrow's time."""
-        kind = self.column.type
-        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        if not is_number or self.column.num_chunks != 1 or self.column.null_count:
-            return None
-        return self.column.chunk(0).to_numpy()
-
-    def rows(self, rows: np.ndarray) -> np.ndarray | pa.ChunkedArray:
-        """Return rows, int64 (n,)."""
-        if self._numbers is None:
-            return take(self.column, rows)
-        return self._numbers[rows]
+def _column_of(name: str, column: pa.ChunkedArray) -> _Column:
+    kind = column.type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    taker: Callable[[np.ndarray], Any] = partial(take, column)
+    if name == "image":
+        taker = chunked_taker(column)
+    elif is_number and column.num_chunks == 1 and not column.null_count:
+        # NumPy takes rows in a third of Arrow's time
+        taker = column.chunk(0).to_numpy().__getitem__
+    return _Column(taker, column.get_total_buffer_size())
 
 
 class _Groups(Parts, TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
     def __init__(
-        self, address: str, image_column: str, target_column: str, cache_bytes: int
+        self,
+        filesystem: pafs.FileSystem,
+        footers: Sequence[_Footer],
+        image_column: str,
+        target_column: str,
+        cache_bytes: int,
     ) -> None:
-        files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
-        with errors_as(StoreError, f"{address} cannot be opened"):
-            self._filesystem, _ = open_filesystem(address)
-            paths = [open_filesystem(file.address)[1] for file in files]
-        footers = in_threads(lambda path: _footer_of(self._filesystem, path), paths)
+        self._filesystem = filesystem
         self.written = hash_of_facts([footer.version for footer in footers])
         self._groups = [
             _Group(footer.path, footer.metadata, number, num_rows)
@@ -164,8 +157,6 @@ class _Groups(Parts, TableColumns):
             if num_rows
         ]
         schemas = [(footer.path, footer.schema) for footer in footers]
-        if _has_only_paths(schemas[0][1], self._groups, image_column):
-            raise _OnlyPathsError(files)
         TableColumns.__init__(self, schemas, image_column, target_column)
         digest = hashlib.blake2b(digest_size=16)
         for footer in footers:
@@ -176,7 +167,7 @@ class _Groups(Parts, TableColumns):
         sizes = [group.num_rows for group in self._groups]
         self.groups = self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[tuple[int, str], _Column] = OrderedDict()
+        self._cache: dict[tuple[int, tuple[str, ...]], dict[str, _Column]] = {}
         self._lock = threading.Lock()
         # bytes of the groups of which one read, in its thread, has views
         self._viewed = threading.local()
@@ -193,22 +184,21 @@ class _Groups(Parts, TableColumns):
         self, number: int, rows: np.ndarray, columns: tuple[str, ...]
     ) -> dict[str, Any]:
         group = self._columns(number, columns)
-        image = group.pop("image", None)
-        found: dict[str, Any] = {
-            name: column.rows(rows) for name, column in group.items()
-        }
-        if image is not None:
-            views: list[Any] = image.images(rows)
-            self._viewed.num_bytes += image.num_bytes
+        found = {name: column.take(rows) for name, column in group.items()}
+        if "image" in group:
+            self._viewed.num_bytes += group["image"].num_bytes
             # A single view keeps its whole group in memory.
             if self._viewed.num_bytes > self._cache_bytes // _VIEWED:
-                views = [None if view is None else bytes(view) for view in views]
-            found["image"] = views
+                views = found["image"]
+                found["image"] = [
+                    view if view is None else bytes(view) for view in views
+                ]
         return found
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""
-        return sum(column.num_bytes for column in self._cache.values())
+        groups = self._cache.values()
+        return sum(column.num_bytes for group in groups for column in group.values())
 
     def sample_name(self, index: int) -> str:
         number, row = self.part_of(index)
@@ -217,25 +207,21 @@ class _Groups(Parts, TableColumns):
     def _columns(self, number: int, names: tuple[str, ...]) -> dict[str, _Column]:
         """Return columns of a row group, which become the last used."""
         with self._lock:
-            missing = [name for name in names if (number, name) not in self._cache]
-            for name, column in self._load(number, missing).items():
-                self._cache[number, name] = column
-            columns = {name: self._cache[number, name] for name in names}
-            for name in names:
-                self._cache.move_to_end((number, name))
+            columns = self._cache.pop((number, names), None)
+            is_new = columns is None
+            if columns is None:
+                columns = self._load(number, names)
+            self._cache[number, names] = columns
             while (
-                missing
-                and len(self._cache) > len(columns)
-                and self.num_bytes() > self._cache_bytes
+                is_new and len(self._cache) > 1 and self.num_bytes() > self._cache_bytes
             ):
-                self._cache.popitem(last=False)
+                self._cache.pop(next(iter(self._cache)))
             return columns
 
-    def _load(self, number: int, names: list[str]) -> dict[str, _Column]:
+    def _load(self, number: int, names: tuple[str, ...]) -> dict[str, _Column]:
         if not names:
             return {}
         group = self._groups[number]
-        stored = {name: self.fields[name].name for name in names}
         # Only the bytes of a Hugging Face image are read, not its path.
         leaves = [self.stored_path(name) for name in names]
         _check_size(group, leaves)
@@ -263,34 +249,36 @@ class _Groups(Parts, TableColumns):
             raise StoreError(
                 f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
-        return {name: _Column(self.opened(name, table[stored[name]])) for name in names}
+        return {
+            name: _column_of(name, self.opened(name, table[self.fields[name].name]))
+            for name in names
+        }
 
 
-def _has_only_paths(
-    schema: pa.Schema, groups: Sequence[_Group], image_column: str
-) -> bool:
+def _have_only_paths(footers: Sequence[_Footer], image_column: str) -> bool:
     """Return whether the image column has no images or, if there is none, no column could have them."""
+    schema = footers[0].schema
     if image_column not in schema.names:
         return not any(is_bytes(kind) or kind.num_fields for kind in schema.types)
     kind = schema.field(image_column).type
     is_struct = pa.types.is_struct(kind)
-    return is_text(kind) or (is_struct and _are_only_named(groups, image_column))
+    return is_text(kind) or (is_struct and _are_only_named(footers, image_column))
 
 
-def _are_only_named(groups: Sequence[_Group], image_column: str) -> bool:
+def _are_only_named(footers: Sequence[_Footer], image_column: str) -> bool:
     """Return whether, by the footers, images of Hugging Face's layout have paths, and no bytes."""
-    for group in groups:
-        row_group = group.metadata.row_group(group.number)
-        columns = map(row_group.column, range(row_group.num_columns))
-        statistics_of = {column.path_in_schema: column.statistics for column in columns}
-        statistics = statistics_of.get(f"{image_column}.bytes")
-        if (
-            statistics is None
-            or not statistics.has_null_count
-            or statistics.null_count < group.num_rows
-        ):
-            return False
-    return bool(groups)
+    num_rows = 0
+    for footer in footers:
+        for number in range(footer.metadata.num_row_groups):
+            group = footer.metadata.row_group(number)
+            num_rows += group.num_rows
+            for column in map(group.column, range(group.num_columns)):
+                if column.path_in_schema == f"{image_column}.bytes":
+                    found = column.statistics
+                    if not (found and found.has_null_count):
+                        return False
+                    num_rows -= found.null_count
+    return not num_rows and any(footer.metadata.num_rows for footer in footers)
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:

@@ -227,14 +227,9 @@ def _numbered(address: str, labels: ChunkedArray) -> tuple[ChunkedArray, _Classe
                 return labels.cast(kind), None
     names = sorted(distinct.to_pylist())
     classes = _listed_classes(address)
-    if classes:
-        wrong = [name for name in names if name not in classes]
-    else:
-        classes = names
-        wrong = list(filter(_is_number, names))
-    if wrong:
-        others = [name for name in classes if name not in wrong]
-        such_as = "".join(f", such as {name!r:.100}" for name in others[:1])
+    classes = classes or [name for name in names if not _is_number(name)]
+    if wrong := sorted(set(names).difference(classes)):
+        such_as = "".join(f", such as {name!r:.100}" for name in classes[:1])
         raise StoreError(
             f"{address}: the label {wrong[0]!r:.100} is not among the names of classes{such_as}: write numbers or "
             f"names in all rows, or list all names in order in {_CLASSES} next to the table"

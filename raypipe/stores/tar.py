@@ -20,7 +20,7 @@ from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.filesystem import is_remote, join_address
 from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile, open_regular
-from raypipe.storage.retries import NUM_REQUESTS, in_threads
+from raypipe.storage.retries import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import FileStore, hash_of_facts
 from raypipe.stores.class_folders import tell_left_out
@@ -29,10 +29,11 @@ from raypipe.stores.kinds import COMPRESSED
 from raypipe.stores.tar_index import (
     SUFFIX,
     VERSION,
-    Indexes,
     Tar,
     find_in_run,
+    find_scan,
     keep_in_run,
+    keep_scan,
 )
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_layouts import index_tars
@@ -128,7 +129,6 @@ class TarStore(FileStore[TarSamples]):
         columns = self._options[:2]
         names = [tar.address for tar in tars]
         facts = [(type(tar).__name__, tar.written) for tar in tars]
-        indexes = Indexes(columns)
         in_run = ""
         if self._run_folder and is_remote(self.address):
             name = hash_of_facts((names, facts, columns))
@@ -136,22 +136,22 @@ class TarStore(FileStore[TarSamples]):
 
         def make() -> Indexed:
             found = find_in_run(in_run) if in_run else None
-            return found or index_tars(names, self._scans(tars, indexes), columns[1])
+            return found or index_tars(names, self._scans(tars), columns[1])
 
         path = None
-        num_bytes = _num_bytes(tars)
         are_local = all(isinstance(tar, OpenFile) for tar in tars)
-        if not are_local or num_bytes >= _SMALL_BYTES:
+        if not are_local or _num_bytes(tars) >= _SMALL_BYTES:
             path = path_of("tars", names, facts, columns, VERSION)
         indexed = kept(path, Indexed, make)
-        if in_run and not self._identity and not all(map(indexes.are_of, names)):
-            # this process opened the store first
+        if in_run and not self._identity:  # this process opened the store first
             keep_in_run(in_run, indexed)
         return indexed
 
-    def _scans(self, tars: Sequence[Tar], indexes: Indexes) -> list[Scan]:
+    def _scans(self, tars: Sequence[Tar]) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""
-        missing = [tar for tar in tars if not indexes.are_of(tar.address)]
+        columns = self._options[:2]
+        found = in_threads(lambda tar: find_scan(tar, columns), tars)
+        missing = [tar for tar, scan in zip(tars, found, strict=True) if scan is None]
         if is_remote(self.address) and any(
             tar.written[0] > GROUP_BYTES for tar in missing
         ):
@@ -159,11 +159,8 @@ class TarStore(FileStore[TarSamples]):
                 "%s: scanning %d tars, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing)),
             )
-
-        def scan(tar: Tar) -> Scan:
-            return indexes.find(tar) or _scan(tar, *self._options[:2])
-
-        return in_threads(scan, tars, _NUM_FETCHES if missing else NUM_REQUESTS)
+        made = iter(in_threads(lambda tar: _scan(tar, *columns), missing, _NUM_FETCHES))
+        return [next(made) if scan is None else scan for scan in found]
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -175,14 +172,14 @@ class TarStore(FileStore[TarSamples]):
             StoreError: a tar is damaged; ConfigError: an index cannot be written.
         """
         tars = self._listing or in_threads(_find, list_tars(self.address))
-        indexes = Indexes(self._options[:2])
-        pairs = zip(tars, self._scans(tars, indexes), strict=True)
-        written = in_threads(lambda pair: indexes.keep(*pair), pairs)
+        pairs = zip(tars, self._scans(tars), strict=True)
+        written = in_threads(
+            lambda pair: keep_scan(pair[0], self._options[:2], pair[1]), pairs
+        )
         folders = sorted({address.rpartition("/")[0] for address in written})
-        num_bytes = _num_bytes(tars)
         return {
             "tars": len(tars),
-            "bytes": num_bytes,
+            "bytes": _num_bytes(tars),
             "samples": len(self),
             "indexes": folders,
         }

@@ -16,7 +16,7 @@ import logging
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,6 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
-from raypipe.stores.addresses import names_in
 from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import hash_of_facts
 from raypipe.stores.kept import UNUSABLE, packed, unpacked
@@ -51,55 +50,36 @@ Tar = OpenFile | RemoteFile | Unpacked
 """A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
 
 
-class Indexes:
-    """The indexes of tars that are next to them.
+def find_scan(tar: Tar, options: Sequence[str]) -> Scan | None:
+    """Return the scan in a tar's index; None if there is no index of it as it is now.
 
     Args:
         options: names of the image and target columns, on which a scan depends.
     """
-
-    def __init__(self, options: Sequence[Any]) -> None:
-        self._suffix = f".{hash_of_facts(list(options))[:8]}{SUFFIX}"
-        self._names: dict[str, set[str]] = {}
-
-    def are_of(self, name: str) -> bool:
-        """Return whether there is an index with the name that a tar's index has."""
-        folder, index = split_address(self._address_of(name))
-        if folder not in self._names:
-            self._names[folder] = _names_in(folder)
-        return index in self._names[folder]
-
-    def find(self, tar: Tar) -> Scan | None:
-        """Return the scan of a tar; None if there is no index of it as it is now."""
-        if not self.are_of(tar.address):
-            return None
-        address = self._address_of(tar.address)
-        try:
-            return _checked(unpacked(Scan, _read(address)), tar)
-        except _WRONG as error:
-            logger.warning(
-                "%s: %s: %.200s; the tar is scanned. `raypipe index` renews the index",
-                *(address, type(error).__name__, error),
-            )
-            return None
-
-    def keep(self, tar: Tar, scan: Scan) -> str:
-        """Write the index of a tar next to it, and return its address."""
-        address = self._address_of(tar.address)
-        _write(address, packed(scan._replace(tar=_version_of(tar))))
-        return address
-
-    def _address_of(self, name: str) -> str:
-        folder, tar = split_address(name)
-        return join_address(folder, INDEX_FOLDER, tar + self._suffix)
-
-
-def _names_in(folder: str) -> set[str]:
-    """Return the names of the files in a folder; none where listing is forbidden."""
+    address = _address_of(tar, options)
     try:
-        return names_in(*open_filesystem(folder))
-    except (OSError, ConfigError, StoreError):
-        return set()
+        return _checked(unpacked(Scan, _read(address)), tar)
+    except (FileNotFoundError, PermissionError):
+        return None
+    except _WRONG as error:
+        logger.warning(
+            "%s: %s: %.200s; the tar is scanned. `raypipe index` renews the index",
+            *(address, type(error).__name__, error),
+        )
+        return None
+
+
+def keep_scan(tar: Tar, options: Sequence[str], scan: Scan) -> str:
+    """Write the index of a tar next to it, and return its address."""
+    address = _address_of(tar, options)
+    _write(address, packed(scan._replace(tar=_version_of(tar))))
+    return address
+
+
+def _address_of(tar: Tar, options: Sequence[str]) -> str:
+    folder, name = split_address(tar.address)
+    hashed = hash_of_facts(list(options))[:8]
+    return join_address(folder, INDEX_FOLDER, f"{name}.{hashed}{SUFFIX}")
 
 
 def _write(address: str, content: bytes) -> None:
@@ -172,8 +152,7 @@ def find_in_run(address: str) -> Indexed | None:
 
 def keep_in_run(address: str, indexed: Indexed) -> None:
     """Write the samples of a store's tars for the run's other nodes, once."""
-    folder, name = split_address(address)
-    if name in _names_in(folder):
+    if find_in_run(address) is not None:
         return
     with contextlib.suppress(ConfigError, OSError):  # it only saves time
         _write(address, packed(indexed))

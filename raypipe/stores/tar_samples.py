@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tarfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class TarSamples(Parts):
         # Samples from self.offsets[i] on are read from one file or part, of tar self._numbers[i].
         self.offsets = bounds if self.groups is None else self.groups
         self._numbers = np.searchsorted(bounds, self.offsets[:-1], "right") - 1
+        self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
 
     def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
         """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
@@ -125,7 +127,9 @@ class TarSamples(Parts):
             return find(tar, OpenFile)
         if (whole := cache.find(tar, OpenFile)) is not None:
             return whole
-        part = self._ranges_of(number, placed, tar)
+        part = self._ranges.get((number, placed))
+        if part is None:
+            part = self._ranges[number, placed] = self._ranges_of(number, placed, tar)
         return find(part, lambda path: ByteRangesReader(path, part))
 
     def _ranges_of(
@@ -133,23 +137,20 @@ class TarSamples(Parts):
     ) -> ByteRanges:
         """Return the bytes of a group's members and their headers, joined across small gaps."""
         first, last = self.offsets[number : number + 2]
-        places = np.concatenate([self._index[name][first:last] for name in placed])
-        starts, sizes = places[np.argsort(places[:, 0])].T
-        are_read = (starts >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
+        places = [self._index[name][first:last].tolist() for name in placed]
         sparse = self._sparse[self._numbers[number]]
-        stored = [
-            sum(length for _, length in sparse.get(str(start), [[0, size]]))
-            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
-        begins = np.maximum(starts - tarfile.BLOCKSIZE, 0)  # the header has the name
-        ends = np.minimum(starts + stored, tar.num_bytes)
-        are_read &= begins < ends
-        begins = begins[are_read]
-        ends = np.maximum.accumulate(ends[are_read])
-        are_apart = begins[1:] > ends[:-1] + _GAP_BYTES
-        firsts = np.append(begins[:1], begins[1:][are_apart])
-        lasts = np.append(ends[:-1][are_apart], ends[-1:])
-        return ByteRanges(tar, tuple(zip(firsts.tolist(), lasts.tolist(), strict=True)))
+        ranges = list[tuple[int, int]]()
+        for start, size in sorted(itertools.chain(*places)):
+            stored = sum(length for _, length in sparse.get(str(start), [[0, size]]))
+            begin = max(start - tarfile.BLOCKSIZE, 0)  # the header has the name
+            end = min(start + stored, tar.num_bytes)
+            if start < 0 or not 0 <= size <= MAX_SAMPLE_BYTES or begin >= end:
+                continue
+            if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
+                begin, last_end = ranges.pop()
+                end = max(end, last_end)
+            ranges.append((begin, end))
+        return ByteRanges(tar, tuple(ranges))
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""

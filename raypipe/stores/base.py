@@ -538,7 +538,6 @@ def missing(
     name: str,
     present: Collection[str],
     setting: str = "",
-    word: str = "column",
 ) -> str:
     """Return the message about a missing column, with the setting that names it and the columns that exist.
 
@@ -546,10 +545,9 @@ def missing(
         where: the store, its file or its record.
         present: names of columns, or name → kind.
         setting: may be empty.
-        word: the format's word for a column.
     """
     named = f" for {setting}" if setting else ""
-    return f"{where} has no {word} {name!r}{named}{choices(name, present, f'its {word}s are'):.1500}"
+    return f"{where} has no column {name!r}{named}{choices(name, present, 'its columns are'):.1500}"
 
 
 def stored_names(
@@ -557,7 +555,6 @@ def stored_names(
     present: Collection[str],
     asked: Mapping[str, str],
     usual: Mapping[str, Sequence[str]] = {},
-    word: str = "column",
 ) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → its name in the files.
 
@@ -567,7 +564,6 @@ def stored_names(
         asked: `image` and `label` → the name that they are to have there, the same one = or a usual one, empty =
             none. Without a column `label` there are no labels.
         usual: `image` and `label` → the usual names, the likeliest first.
-        word: the format's word for a column.
 
     Raises:
         StoreError: there is no such column, or no usual one of images.
@@ -583,7 +579,7 @@ def stored_names(
         if stored is not None:
             names[column] = stored
         elif name != "label":
-            raise StoreError(missing(where, name, present, RENAMED[column], word))
+            raise StoreError(missing(where, name, present, RENAMED[column]))
     return names
 
 

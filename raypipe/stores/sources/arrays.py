@@ -41,11 +41,6 @@ _LABELS = {"label", "labels", "target", "targets", "y", "class", "classes"}
 _SPLIT = re.compile(r"(.*?)_?(train|training|val|valid|validation|test)(?:_set)?_?(.*)")
 _CHANNELS = (1, 3)
 _MAX_ROWS = 1024
-_KINDS = ("numbers", "bytes", "text")
-
-
-def _unread(rows: slice) -> Any:
-    raise AssertionError("arrays of other kinds are not read")
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,13 @@ class ArrayRows:
         kind: "numbers", "bytes" or "text"; or, in other words, why its values cannot be read.
         shape: the samples are the first axis.
         dtype: type of values of one size; None = their sizes differ.
-        read: some of the first axis → these rows, which are asked for once, in order.
+        read: some of the first axis → these rows, which are asked for once, in order; None = they cannot be read.
     """
 
     kind: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None = None
-    read: Callable[[slice], Any] = _unread
+    read: Callable[[slice], Any] | None = None
 
     @property
     def num(self) -> int:
@@ -78,16 +73,13 @@ class ArrayRows:
         return f"{self.dtype if self.kind == 'numbers' else self.kind} {self.shape}"
 
 
-def arrays_source(
-    where: str, arrays: Mapping[str, ArrayRows], asked: Asked, word: str
-) -> Source:
+def arrays_source(where: str, arrays: Mapping[str, ArrayRows], asked: Asked) -> Source:
     """Return the samples of arrays by name.
 
     Args:
         where: the file, for errors.
-        word: the format's word for an array.
     """
-    names = _names_of(where, arrays, asked, word)
+    names = _names_of(where, arrays, asked)
     images = arrays[names["image"]]
     as_hwc = _axes_of(where, names["image"], images)
     label = arrays.get(names.get("label", ""))
@@ -97,25 +89,23 @@ def arrays_source(
             "images: set store.target_column"
         )
     columns = {column: arrays[name] for column, name in names.items()}
-    left_out = []
     for name in others(arrays, names):
         rows = arrays[name]
-        is_of_images = rows.num == images.num and rows.row_bytes < MAX_SAMPLE_BYTES
-        if rows.kind not in _KINDS or not is_of_images:
-            left_out.append(f"{name} ({rows})")
-            continue
         column = name.replace("/", ".")
-        if column in columns:
-            raise StoreError(
-                f"{where}: two {word}s would be the column {column!r}, {name!r} among them: rename one"
+        is_of_images = rows.num == images.num and rows.row_bytes < MAX_SAMPLE_BYTES
+        if rows.read is None or not is_of_images:
+            logger.warning(
+                "%s: left out, as they have no row for each image: %s (%s)",
+                where,
+                name,
+                rows,
             )
-        columns[column] = rows
-    if left_out:
-        logger.warning(
-            "%s: left out, as they have no row for each image: %s",
-            where,
-            ", ".join(left_out)[:500],
-        )
+        elif column in columns:
+            raise StoreError(
+                f"{where}: two arrays would be the column {column!r}, {name!r} among them: rename one"
+            )
+        else:
+            columns[column] = rows
     wide = [
         column
         for column, rows in columns.items()
@@ -135,7 +125,9 @@ def _samples(
     for start in range(0, num_rows, step):
         stop = min(num_rows, start + step)
         with explained(f"{where}, rows {start} to {stop - 1},"):
-            values = [rows.read(slice(start, stop)) for rows in columns.values()]
+            values = [
+                rows.read(slice(start, stop)) for rows in columns.values() if rows.read
+            ]
         for of_sample in zip(*values, strict=True):
             sample = {
                 column: _value(column, rows, value)
@@ -187,7 +179,7 @@ def _axes_of(where: str, name: str, images: ArrayRows) -> tuple[int, ...]:
 
 
 def _names_of(
-    where: str, arrays: Mapping[str, ArrayRows], asked: Asked, word: str
+    where: str, arrays: Mapping[str, ArrayRows], asked: Asked
 ) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → the name of its array.
 
@@ -195,23 +187,24 @@ def _names_of(
         StoreError: a name does not exist, or several are as likely; the message lists all arrays.
     """
     kinds = {name: str(rows) for name, rows in arrays.items()}
-    likely = {"image": [name for name in arrays if _split_of(name, _IMAGES)]}
-    names = asked._asdict()
-    of_images = stored_names(where, kinds, {"image": asked.image}, likely, word)
-    images = of_images["image"]
-    split = _split_of(images, _IMAGES)
-    labels = {name: _split_of(name, _LABELS) for name in arrays}
-    likely["label"] = [
-        name for name, found in labels.items() if found and split in (None, found)
-    ]
-    for column, name in names.items():
-        if name == column and len(likely[column]) > 1:
+    names: dict[str, str] = {}
+    split = None
+    for column, usual in (("image", _IMAGES), ("label", _LABELS)):
+        likely = [
+            name
+            for name in arrays
+            if (found := _split_of(name, usual)) and split in (None, found)
+        ]
+        name = getattr(asked, column)
+        if name == column and len(likely) > 1:
             listed = ", ".join(f"{array} ({kind})" for array, kind in kinds.items())
             raise StoreError(
-                f"{where} has several {word}s that may be the {column}s: set store.{RENAMED[column]}; its "
-                f"{word}s are {listed:.1000}"
+                f"{where} has several arrays that may be the {column}s: set store.{RENAMED[column]}; its "
+                f"arrays are {listed:.1000}"
             )
-    return stored_names(where, kinds, names, likely, word)
+        names |= stored_names(where, kinds, {column: name}, {column: likely})
+        split = _split_of(names["image"], _IMAGES)
+    return names
 
 
 def _split_of(name: str, usual: set[str]) -> str | None:

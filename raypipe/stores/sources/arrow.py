@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import open_input, read_json
-from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
-from raypipe.storage.local_file import regular_path
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import join_address
 from raypipe.stores.addresses import folders_at, list_files, names_at
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import Columns, ColumnValues
-from raypipe.stores.sources.format_source import Asked, Source, explained
+from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
 _FILE_MAGIC = b"ARROW1"
 _STATE = "state.json"
@@ -64,56 +63,30 @@ def open_arrow(address: str, asked: Asked) -> Source:
 
 def _samples(paths: list[str], columns: TableColumns) -> Iterator[ColumnValues]:
     for path in paths:
-        with _reader(path) as reader, _file(path) as file:
-            checks = check_batches(path, file)
-            while (batch := _next(reader, checks)) is not None:
-                rows = np.arange(batch.num_rows)
-                opened = {
-                    name: columns.opened(
-                        name, pa.chunked_array([batch.column(field.name)])
-                    )
+        with _reader(path) as reader, opened(path) as file:
+            for _, batch in zip(check_batches(path, file), reader, strict=True):
+                batch.validate(full=True)  # nothing in it may point outside of it
+                stored = pa.Table.from_batches([batch])
+                chosen = {
+                    name: columns.opened(name, stored[field.name])
                     for name, field in columns.fields.items()
                 }
-                images = chunked_taker(opened.pop("image"))(rows)
-                table = columns.table_of(pa.table(opened), lambda _: path)  # noqa: B023  called at once
-                values = Columns(images, table)
+                images = chunked_taker(chosen.pop("image"))(np.arange(len(stored)))
+                table = columns.table_of(pa.table(chosen), lambda _: path)  # noqa: B023  called at once
                 _check_embedded(path, batch, columns)
-                yield from values.samples()
-
-
-def _next(reader: Any, checks: Iterator[None]) -> pa.RecordBatch | None:
-    next(checks, None)
-    try:
-        batch = reader.read_next_batch()
-    except StopIteration:
-        return None
-    batch.validate(full=True)  # nothing in it may point outside of it
-    return batch
+                yield from Columns(images, table).samples()
 
 
 @contextlib.contextmanager
 def _reader(path: str) -> Iterator[Any]:
-    """Context manager: a reader of a file's batches."""
-    with _file(path) as file:
-        if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
+    """Context manager: a reader of a file's batches. Errors in its block are explained."""
+    with opened(path) as file:
+        if file.peek(len(_FILE_MAGIC)).startswith(_FILE_MAGIC):
             raise StoreError(
                 f"{path} is an Arrow file with a footer, not a stream, as the datasets library writes it"
             )
-        file.seek(0)
         with pa.ipc.open_stream(file) as reader:
             yield reader
-
-
-@contextlib.contextmanager
-def _file(path: str) -> Iterator[Any]:
-    """Context manager: an open file; a local one is mapped into memory. Errors in its block are explained."""
-    with explained(path):
-        if is_remote(path):
-            with open_input(*open_filesystem(path)) as file:
-                yield file
-        else:
-            with regular_path(path) as checked, pa.memory_map(checked) as file:
-                yield file
 
 
 def _check_embedded(path: str, batch: pa.RecordBatch, columns: TableColumns) -> None:

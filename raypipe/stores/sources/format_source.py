@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.packages import to_install
 from raypipe.storage.files import open_input, read_json
-from raypipe.storage.filesystem import join_address, open_filesystem, split_address
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.retries import error_reason
 from raypipe.stores.base import RENAMED, ColumnValues
 
@@ -113,16 +113,10 @@ def size_of(file: io.BufferedReader) -> int:
     return num_bytes
 
 
-def beside(address: str, name: str) -> str:
-    """Return the address of a file next to another."""
-    folder, _ = split_address(address)
-    return join_address(folder, name) if folder else name
-
-
-def check_unasked(kind: str, asked: Asked, *usual: str) -> None:
+def check_unasked(kind: str, asked: Asked) -> None:
     """Raise ConfigError if columns are asked for in a format whose columns have no other names."""
     for column, name in asked._asdict().items():
-        if name not in (column, "", *usual):
+        if name not in (column, ""):
             raise ConfigError(
                 f"store.{RENAMED[column]}={name!r}: {kind} has no columns of other names: leave it out"
             )

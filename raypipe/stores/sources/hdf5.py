@@ -33,29 +33,24 @@ def open_hdf5(address: str, asked: Asked) -> Source:
         content = stack.enter_context(
             opened(address) if is_remote(address) else regular_path(address)
         )
-        file = stack.enter_context(
-            h5py.File(
-                content, "r", **({} if is_remote(address) else {"locking": False})
-            )
-        )
+        file = stack.enter_context(h5py.File(content, "r", locking=False))
         arrays: dict[str, ArrayRows] = {}
 
         def note(name: str, dataset: Any) -> None:
             if isinstance(dataset, h5py.Dataset):
-                _check_chunks(f"{address}: {name!r}", dataset)
+                # a chunk is unpacked whole
+                chunk_bytes = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
+                check_read(
+                    f"{address}: {name!r}",
+                    chunk_bytes,
+                    dataset.id.get_storage_size(),
+                    "write smaller chunks",
+                )
                 arrays[name] = _rows(h5py, dataset)
 
         file.visititems(note)  # hard links only
-        source = arrays_source(address, arrays, asked, "data set")
+        source = arrays_source(address, arrays, asked)
     return source.closing(stack)
-
-
-def _check_chunks(where: str, dataset: Any) -> None:
-    """Raise StoreError if a chunk of a data set, which is unpacked whole, takes too much memory."""
-    chunk_bytes = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
-    check_read(
-        where, chunk_bytes, dataset.id.get_storage_size(), "write smaller chunks"
-    )
 
 
 def _rows(h5py: Any, dataset: Any) -> ArrayRows:

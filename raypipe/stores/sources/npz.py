@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.errors import SampleError, StoreError
+from raypipe.errors import SampleError
 from raypipe.stores.numbers import read_npy_header
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
 _KINDS = dict.fromkeys("biuf", "numbers") | {"S": "bytes", "U": "text"}
-_STEP_BYTES = 1 << 20  # unpacked at a time, into the rows' memory
 
 
 def open_npz(address: str, asked: Asked) -> Source:
@@ -33,7 +32,7 @@ def open_npz(address: str, asked: Asked) -> Source:
             for name in archive.namelist()
             if name.endswith(".npy")
         }
-        source = arrays_source(address, arrays, asked, "array")
+        source = arrays_source(address, arrays, asked)
     return source.closing(stack)
 
 
@@ -60,12 +59,5 @@ def _values(
 ) -> np.ndarray:
     """Return the next rows."""
     num_rows = rows.stop - rows.start
-    num_bytes = num_rows * dtype.itemsize * math.prod(row_shape)
-    content = np.empty(num_bytes, np.uint8)
-    free = content.data
-    while free and (num := file.readinto(free[:_STEP_BYTES])):
-        free = free[num:]
-    if free:
-        row = rows.start + (num_bytes - len(free)) * num_rows // num_bytes
-        raise StoreError(f"{file.name} is truncated in row {row}; copy it again")
-    return content.view(dtype).reshape(num_rows, *row_shape)
+    content = file.read(num_rows * dtype.itemsize * math.prod(row_shape))
+    return np.frombuffer(content, dtype).reshape(num_rows, *row_shape)

@@ -12,6 +12,7 @@ face data sets have them around their images, are passed over.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import struct
@@ -27,6 +28,7 @@ from raypipe.stores.sources.format_source import (
     Asked,
     Source,
     check_unasked,
+    explained,
     opened,
     size_of,
 )
@@ -43,18 +45,13 @@ _MAX_INDEX_BYTES = 1 << 30
 
 def open_recordio(address: str, asked: Asked) -> Source:
     """Open one .rec. Several labels are an array; without a target they are a column `labels`, a list."""
-    check_unasked("MXNet RecordIO", asked, "label")
-    num_records = _num_in_index(address)
+    check_unasked("MXNet RecordIO", asked)
+    num_records = None
+    with contextlib.suppress(ConfigError):  # there is no index
+        text = read_text(f"{address.removesuffix('.rec')}.idx", _MAX_INDEX_BYTES)
+        num_records = sum(1 for line in text.splitlines() if line.strip())
     samples = _samples(address, num_records, has_label=bool(asked.label))
     return Source(samples, num_samples=num_records)
-
-
-def _num_in_index(address: str) -> int | None:
-    try:
-        text = read_text(f"{address.removesuffix('.rec')}.idx", _MAX_INDEX_BYTES)
-    except ConfigError:  # there is none
-        return None
-    return sum(1 for line in text.splitlines() if line.strip())
 
 
 def _samples(
@@ -66,21 +63,14 @@ def _samples(
     for data in _records(address):
         where = f"{address}, record {num_records}"
         num_records += 1
-        if len(data) < _IMAGE_HEAD.size:
-            raise StoreError(
-                f"{where}, has {len(data)} bytes, too few for an image of im2rec"
-            )
-        flag, label, sample_id, _ = _IMAGE_HEAD.unpack_from(data)
-        end = _IMAGE_HEAD.size + 4 * flag
-        if end > len(data):
-            raise StoreError(
-                f"{where}, is damaged: {flag} labels in {len(data)} bytes; copy it again"
-            )
-        if end == len(data):
+        with explained(f"{where},"):
+            flag, label, sample_id, _ = _IMAGE_HEAD.unpack_from(data)
+            labels = np.frombuffer(data, "<f4", flag, _IMAGE_HEAD.size).copy()
+        image = data[_IMAGE_HEAD.size + labels.nbytes :]
+        if not image:
             num_empty += 1
             continue
-        labels = np.frombuffer(data, "<f4", flag, _IMAGE_HEAD.size)
-        sample: dict[str, Any] = {"image": data[end:], "id": sample_id}
+        sample: dict[str, Any] = {"image": image, "id": sample_id}
         if not has_label:
             if flag:
                 sample["labels"] = labels.tolist()
@@ -92,9 +82,8 @@ def _samples(
                 "store.target_column to '', and they become a column `labels`"
             )
         num_labels = flag
-        if flag > 1:
-            sample["label"] = labels.copy()
-        else:
+        sample["label"] = labels
+        if flag < 2:
             number = labels[0].item() if flag else label
             sample["label"] = int(number) if number.is_integer() else number
         yield sample
@@ -114,10 +103,6 @@ def _records(address: str) -> Iterator[bytes]:
         parts: list[bytes] = []
         while head := file.read(_HEAD.size):
             start = file.tell() - len(head)
-            if len(head) < _HEAD.size:
-                raise StoreError(
-                    f"{address} is truncated at byte {start}; copy it again"
-                )
             magic, word = _HEAD.unpack(head)
             kind = word >> 29
             length = word & (1 << 29) - 1

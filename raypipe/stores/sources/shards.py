@@ -125,13 +125,12 @@ def values_of(
     """
     names = stored_names(where, encodings, asked._asdict(), _USUAL)
     names |= {name: name for name in others(encodings, names)}
-    positions = {name: position for position, name in enumerate(encodings)}
     values: dict[str, Value] = {}
     for column, name in names.items():
         encoding = encodings[name]
         decode, shape = _decoder(encoding)
         if decode is not None:
-            values[column] = Value(positions[name], decode, shape)
+            values[column] = Value(list(encodings).index(name), decode, shape)
             continue
         is_pickle = encoding in _PICKLES
         what = "a pickle, which may run a program" if is_pickle else repr(encoding)
@@ -154,35 +153,27 @@ def _samples(
     for shard in shards:
         where = join_address(folder, shard.name)
         content = _content(folder, shard)
-        offsets = _offsets(where, shard.num_samples, content).tolist()
+        with explained(where):
+            table = np.frombuffer(content, "<u4", shard.num_samples + 2).tolist()
+        num_samples, *offsets = table
+        if num_samples != shard.num_samples or offsets[-1] > len(content):
+            raise StoreError(
+                f"{where} is truncated, damaged, or not the shard of this index; copy it again"
+            )
         for number, (start, end) in enumerate(itertools.pairwise(offsets)):
-            begins = [start + head.size]
-            if begins[0] <= min(end, len(content)):
-                stored = iter(head.unpack_from(content, start))
-                sizes = (next(stored) if size is None else size for size in fixed_sizes)
-                begins = list(itertools.accumulate(sizes, initial=begins[0]))
-            if begins[-1] != end:
-                raise StoreError(
-                    f"{where} is damaged: sample {number} has values of other sizes; copy it again"
-                )
+            stored = content[start:end]
             sample = {}
+            with explained(f"{where}, sample {number}"):
+                given = iter(head.unpack_from(stored))
+                sizes = [next(given) if size is None else size for size in fixed_sizes]
+                begins = list(itertools.accumulate(sizes, initial=head.size))
+                if begins[-1] != len(stored):
+                    raise ValueError("it has values of other sizes")
             for column, (position, decode, _) in values.items():
-                data = content[begins[position] : begins[position + 1]]
+                data = stored[begins[position] : begins[position + 1]]
                 with explained(f"{where}, sample {number}: the value for {column!r}"):
                     sample[column] = decode(data)
             yield sample
-
-
-def _offsets(where: str, num_samples: int, content: bytes) -> np.ndarray:
-    """Return where each sample of a shard begins, and where the last ends, int64 (num_samples + 1,)."""
-    num_stored = min(num_samples + 2, len(content) // 4)
-    table = np.frombuffer(content, "<u4", num_stored).astype(np.int64)
-    is_whole = len(table) == num_samples + 2
-    if not is_whole or table[0] != num_samples or table[-1] > len(content):
-        raise StoreError(
-            f"{where} is truncated, damaged, or not the shard of this index; copy it again"
-        )
-    return table[1:]
 
 
 def _content(folder: str, shard: ShardFile) -> bytes:
@@ -281,7 +272,8 @@ def _of_mds(
 ) -> np.ndarray:
     start = 0
     if dtype is None:
-        dtype = np.dtype(_MDS_TYPES[data[0]])
+        # the number of bits, and the kind
+        dtype = np.dtype(f"{'uif'[data[0] % 8]}{data[0] // 8}")
         start = 1
     if shape is None:
         num_axes = data[start] >> 2
@@ -309,20 +301,7 @@ def _shaped(
     return values.reshape(shape)
 
 
-# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
-_MDS_TYPES = {
-    8: "u1",
-    9: "i1",
-    16: "u2",
-    17: "i2",
-    18: "f2",
-    32: "u4",
-    33: "i4",
-    34: "f4",
-    64: "u8",
-    65: "i8",
-    66: "f8",
-}
+# The types of arrays are numbers in the data: in LitData of numpy, and in LitData of torch.
 _NUMPY_TYPES = {
     **dict(
         enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))

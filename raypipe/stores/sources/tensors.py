@@ -44,7 +44,6 @@ def open_tensors(address: str, asked: Asked) -> Source:
             address,
             {str(name): _rows(torch, tensor) for name, tensor in named.items()},
             asked,
-            "tensor",
         )
 
 

@@ -17,13 +17,14 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import join_address, split_address
 from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import (
@@ -37,7 +38,6 @@ from raypipe.stores.sources.format_source import (
     NUM_PROBED,
     Asked,
     Source,
-    beside,
     library,
     opened,
     size_of,
@@ -109,28 +109,25 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     probed = _probe(address, itertools.chain.from_iterable(map(_records, paths)))
     kinds = {name: _kind_of(traits) for name, traits in sorted(probed.items())}
     names = stored_names(paths[0], kinds, asked._asdict(), _USUAL)
+    label = names.get("label", "")
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
-    label = names.get("label", "")
     if kinds.get(label) == "numbers, or none":
         kinds[label] = "numbers"  # NaN would be no label
     _check_images(paths[0], names["image"], probed[names["image"]])
-    left_out = [
-        name for name in others(kinds, names) if kinds[name] == "lists of bytes"
-    ]
-    if left_out:
-        logger.warning(
-            "%s: left out, as lists of bytes fit no column: %s",
-            address,
-            ", ".join(left_out),
-        )
+    for name in others(kinds, names):
+        if kinds[name] == "lists of bytes":
+            logger.warning(
+                "%s: left out, as lists of bytes fit no column: %s", address, name
+            )
+        else:
+            names[name] = name
     if label == _COUNTED_FROM_1:
         logger.warning(
             "%s: labels are kept as they are stored; in TF-Slim's ImageNet %r begins at 1",
             address,
             _COUNTED_FROM_1,
         )
-    names |= {name: name for name in others(kinds, names) if name not in left_out}
     columns = {column: (name, kinds[name]) for column, name in names.items()}
     records = itertools.chain.from_iterable(map(_records, paths))
     samples = _samples(records, columns, set(kinds))
@@ -139,29 +136,28 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
 
 def _traits_of(values: Sequence[Any], features: Mapping[str, list[Any]]) -> set[Any]:
     """Return what the values of a feature are, in words; and the sizes of those that are not an image."""
-    traits = set[Any](["lists"] if len(values) > 1 else [])
-    if not values:
-        traits.add("missing")
+    traits = set[Any]()
+    if len(values) != 1:
+        traits.add("lists" if values else "missing")
     for value in values:
         if not isinstance(value, bytes):
             traits.add("number")
             continue
         traits.add("text" if _is_text(value) else "binary")
-        if is_image(value) or _shape_of(value, features):
-            traits.add("image")
-        else:
-            traits.add(len(value))
+        is_picture = is_image(value) or _shape_of(value, features)
+        traits.add("image" if is_picture else len(value))
     return traits
 
 
 def _kind_of(traits: set[Any]) -> str:
     """Return what a feature is."""
-    if traits.isdisjoint({"text", "binary"}):
-        if "lists" in traits or "number" not in traits:
-            return "lists"
-        return "numbers, or none" if "missing" in traits else "numbers"
-    kind = "text" if traits.isdisjoint({"number", "binary"}) else "bytes"
-    return f"lists of {kind}" if "lists" in traits else kind
+    are_lists = "lists" in traits
+    if traits & {"text", "binary"}:
+        kind = "bytes" if traits & {"number", "binary"} else "text"
+        return f"lists of {kind}" if are_lists else kind
+    if are_lists or "number" not in traits:
+        return "lists"
+    return "numbers, or none" if "missing" in traits else "numbers"
 
 
 def _probe(address: str, records: Iterator[_Record]) -> dict[str, set[Any]]:
@@ -203,17 +199,11 @@ def _shape_of(
     value: bytes, features: Mapping[str, list[Any]]
 ) -> tuple[int, int, int] | None:
     """Return height, width and channels of raw pixels, by other features; None for anything else."""
-    heights, widths = (
-        [
-            side
-            for name in usual
-            for side in features.get(name, ())[:1]
-            if side in _SIDES
-        ]
-        for usual in (_HEIGHTS, _WIDTHS)
-    )
+    heights = [features[name][0] for name in _HEIGHTS if features.get(name)]
+    widths = [features[name][0] for name in _WIDTHS if features.get(name)]
     for shape in itertools.product(heights, widths, _CHANNELS):
-        if math.prod(shape) == len(value):
+        are_sides = all(side in _SIDES for side in shape)
+        if are_sides and math.prod(shape) == len(value):
             return shape
     return None
 
@@ -263,32 +253,27 @@ def _records(path: str) -> Iterator[_Record]:
                 return
             num_bytes = _length(header, path, number)
             where = f"{path}, record {number}"
-            is_read = num_bytes <= max_bytes
             data = b""
-            if is_read:
+            if num_bytes <= max_bytes:
                 check_read(f"{where}, in parts,", _COPIES * num_bytes, stored_bytes)
                 data = content.read(num_bytes)
             else:
                 content.seek(num_bytes, io.SEEK_CUR)
             checksum = content.read(_CRC.size)
-            if len(checksum) < _CRC.size or (is_read and len(data) < num_bytes):
+            if len(checksum) < _CRC.size:
                 raise StoreError(
                     f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
                 )
-            is_whole = is_read and checksum == _checksum(data)
+            is_whole = checksum == _checksum(data)
             yield where, _features(data) if is_whole else {}, num_bytes
 
 
 def _length(header: bytes, path: str, number: int) -> int:
     """Return the number of bytes of a record; raise StoreError if its header is damaged or cut off."""
-    if len(header) < _HEADER.size:
-        raise StoreError(
-            f"{path} is truncated in the header of record {number}; copy it again"
-        )
     if header[8:] != _checksum(header[:8]):
         damage = "is damaged" if number else "is no TFRecord file, or is damaged"
         raise StoreError(
-            f"{path} {damage}: the checksum of the length of record {number} is wrong"
+            f"{path} {damage}, or is truncated: the checksum of the length of record {number} is wrong"
         )
     return _HEADER.unpack(header)[0]
 
@@ -335,21 +320,18 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
     """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
-    if not label or "/" in label:
+    if "/" in label:
         return None
-    content = read_whole(beside(path, f"{label}.labels.txt")) or b""
+    content = (
+        read_whole(join_address(split_address(path)[0], f"{label}.labels.txt")) or b""
+    )
     return tuple(content.decode(errors="replace").splitlines()) or None
 
 
 def _checksum(data: bytes) -> bytes:
     """Return a checksum as TFRecord stores it."""
-    crc = _crc32c()(data)
+    crc = library("google_crc32c", "TFRecord").value(data)
     return _CRC.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-@functools.cache
-def _crc32c() -> Callable[[bytes], int]:
-    return library("google_crc32c", "TFRecord").value
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from raypipe.errors import ConfigError
@@ -21,17 +21,14 @@ def open_user(address: str, asked: Asked) -> Source:
             "samples, each a dict such as {'image': bytes, 'label': 3}"
         )
     classes = getattr(value, "classes", None)
-    num = len(samples) if isinstance(samples, Sized) else None
     return Source(
-        _without_label(samples, asked),
+        iter(samples) if asked.label else map(_without_label, samples),
         None if classes is None else tuple(map(str, classes)),
-        num,
+        len(samples) if isinstance(samples, Sized) else None,
     )
 
 
-def _without_label(samples: Iterable[Any], asked: Asked) -> Iterator[Any]:
-    for sample in samples:
-        if not asked.label and isinstance(sample, dict):
-            yield {name: value for name, value in sample.items() if name != "label"}
-        else:
-            yield sample
+def _without_label(sample: Any) -> Any:
+    if isinstance(sample, dict):
+        return {name: value for name, value in sample.items() if name != "label"}
+    return sample

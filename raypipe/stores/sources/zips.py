@@ -40,10 +40,11 @@ class _Zip:
     path: str
     archive: zipfile.ZipFile
 
-    def read(self, member: zipfile.ZipInfo | None) -> bytes | None:
-        """Return the bytes of a member; None for no member, and, with a warning, for damaged bytes."""
-        if member is None:
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a member; None for no member, -1, and, with a warning, for damaged bytes."""
+        if number < 0:
             return None
+        member = self.archive.infolist()[number]
         try:
             return self.archive.read(member)
         except NotImplementedError as error:
@@ -56,7 +57,7 @@ class _Zip:
 
     def pread(self, num_bytes: int, position: int) -> bytes:
         """Return the first bytes of the member of a number; none of a damaged one."""
-        return (self.read(self.archive.infolist()[position]) or b"")[:num_bytes]
+        return (self.read(position) or b"")[:num_bytes]
 
 
 def open_zips(address: str, asked: Asked) -> Source:
@@ -123,7 +124,7 @@ def _scan(zipped: _Zip, asked: Asked) -> Scan:
         if member.is_dir():
             entry = Entry(name, FOLDER, MISSING)
         elif is_link and member.file_size <= _MAX_LINK_BYTES:
-            target = os.fsdecode(zipped.read(member) or b"")
+            target = os.fsdecode(zipped.read(number) or b"")
             entry = Entry(name, f"{LINK}{target}", MISSING)
         if name != ".":
             members.append(entry)
@@ -136,16 +137,12 @@ def _samples(zips: Sequence[_Zip], indexed: Indexed) -> Iterator[ColumnValues]:
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     owners = itertools.chain.from_iterable(map(itertools.repeat, zips, indexed.nums))
-    for number, (zipped, name) in enumerate(
-        zip(owners, as_names(indexed.keys), strict=True)
-    ):
-        members = zipped.archive.infolist()
+    names = as_names(indexed.keys)
+    for number, (zipped, name) in enumerate(zip(owners, names, strict=True)):
         sample: dict[str, Any] = {NAME: name}
         for column, places in columns.items():
-            position = int(places[number][0])
-            content = zipped.read(members[position] if position >= 0 else None)
-            is_text = column in TEXT_SUFFIXES
-            sample[column] = as_text(content) if is_text else content
+            content = zipped.read(int(places[number][0]))
+            sample[column] = as_text(content) if column in TEXT_SUFFIXES else content
         if labels is not None:
             sample["label"] = labels[number]
         yield sample

@@ -161,7 +161,7 @@ def test_hdf5_follows_nothing_out_of_its_file() -> None:
         layout[:] = h5py.VirtualSource("other.h5", "x", PIXELS.shape)
         file.create_virtual_dataset("v", layout)
     source_refused(
-        r"no data set .image. for image_column; its .* are v \(in other files",
+        r"no column .image. for image_column; its .* are v \(in other files",
         "a.h5",
     )
     source_refused("'v' is in other files", "a.h5", "v")
@@ -169,7 +169,7 @@ def test_hdf5_follows_nothing_out_of_its_file() -> None:
 
 def test_hdf5_of_two_data_sets_for_one_column_is_refused() -> None:
     file = write_hdf5("a", {"x": PIXELS, "a/b": LABELS, "a.b": LABELS})
-    source_refused(r"two data sets would be the column 'a\.b'", file)
+    source_refused(r"two arrays would be the column 'a\.b'", file)
 
 
 # Pickles

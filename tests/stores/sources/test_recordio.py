@@ -96,9 +96,12 @@ def test_labels_that_are_no_whole_numbers_stay_floats() -> None:
         ),
         (
             MAGIC + struct.pack("<I", 4) + b"xxxx",
-            "has 4 bytes, too few for an image of im2rec",
+            "record 0, cannot be read: error: unpack_from requires",
         ),
-        (record(1 << 30, 0, 0, [], b"x"), "is damaged: 1073741824 labels in 25 bytes"),
+        (
+            record(1 << 30, 0, 0, [], b"x"),
+            "record 0, cannot be read: ValueError: buffer",
+        ),
         (
             MAGIC + struct.pack("<I", 3 << 29 | 4) + b"xxxx",
             "is damaged, or is not MXNet RecordIO",

@@ -54,12 +54,11 @@ class CheckedSample:
 
 def spread_over(store: Store, num_most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
-    groups = store.groups
-    if groups is None or not len(store):
+    if store.groups is None:
         return spread(len(store), num_most)
-    places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
+    places = spread(len(store), _NUM_PLACES)
     near = places[:, None] + np.arange(num_most // _NUM_PLACES)
-    ends = groups[np.searchsorted(groups, places, side="right")]
+    ends = store.groups[np.searchsorted(store.groups, places, side="right")]
     return np.unique(near[near < ends[:, None]])
 
 
@@ -77,36 +76,34 @@ def check_samples(
     label = [LABEL] if LABEL in store.schema.names else []
     names = dict.fromkeys(["image", *label, *targets.values(), *of_run.stored])
     for few in np.split(indices, range(_READ, len(indices), _READ)):
-        read = {name: read_each(store, few, name) for name in names}
-        for position, index in enumerate(few.tolist()):
-            sample = {name: values[position] for name, (values, _) in read.items()}
-            reasons = (errors.get(position, "") for _, errors in read.values())
-            reason = next(filter(None, reasons), "")
-            if label and sample[LABEL] is None:
-                reason = reason or WRONG_LABEL
+        read = [_read_each(store, few, name) for name in names]
+        for index, *values in zip(few.tolist(), *read, strict=True):
+            sample = dict(zip(names, values, strict=True))
+            reason = next((_told(v) for v in values if isinstance(v, Exception)), "")
             sides = (0, 0)
+            if not reason and label and sample[LABEL] is None:
+                reason = WRONG_LABEL
             if not reason:
                 try:
                     maker.one(sample, (index, 0))
-                    sides = _decoded(sample, targets, boxes_format)
+                    height, width, _ = decode_any(sample["image"]).shape
+                    sides = (height, width)
+                    decode_targets(sample, targets, sides, boxes_format)
                 except SampleError as error:
                     reason = str(error)
-            image = bytes(sample["image"] or b"")
+            image = sample["image"]
+            image = b"" if isinstance(image, Exception) else bytes(image or b"")
             if not image:
                 reason = _broken_link(store, index) or reason
+            kind = "npy" if image.startswith(NPY) else image_kind(image) or "unknown"
             largest = 0 if reason else _largest(image)
-            yield CheckedSample(
-                index, _format(image), len(image), *sides, reason, largest
-            )
+            yield CheckedSample(index, kind, len(image), *sides, reason, largest)
 
 
-def _decoded(
-    sample: Mapping[str, Any], targets: Mapping[str, str], boxes_format: str
-) -> tuple[int, int]:
-    """Decode an image and its targets; return the image's height and width."""
-    height, width, _ = decode_any(sample["image"]).shape
-    decode_targets(sample, targets, (height, width), boxes_format)
-    return height, width
+def _told(error: Exception) -> str:
+    if isinstance(error, RaypipeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _broken_link(store: Store, index: int) -> str:
@@ -128,40 +125,21 @@ def _largest(image: bytes) -> int:
     return 0
 
 
-def read_each(
-    store: Store, indices: np.ndarray, column: str
-) -> tuple[list[Any], dict[int, str]]:
-    """Values of one column, None where they cannot be read, and the reasons, by position; all held at a time."""
+def _read_each(store: Store, indices: np.ndarray, column: str) -> list[Any]:
+    """Return the values of one column, all held at a time; an error for each that cannot be read."""
     try:
-        return list(store.read(indices, (column,))[column]), {}
+        return list(store.read(indices, (column,))[column])
     except MemoryError:  # the machine's state, not the samples' fault
         raise
     except Exception as error:  # whatever a damaged file makes a reader raise
-        if isinstance(error, RaypipeError):
-            reason = str(error)
-        else:
-            reason = f"{type(error).__name__}: {error}"
-    if len(indices) == 1:
-        return [None], {0: reason}
-    groups = (
-        ()
-        if store.groups is None
-        else np.unique(np.searchsorted(store.groups, indices, side="right"))
-    )
-    if column == "image" and len(groups) == 1:
-        # The images of a group are read together, so one stands for all; each try reads the group again.
-        _, errors = read_each(store, indices[:1], column)
-        if errors:
-            return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
-    half = len(indices) // 2
-    first, first_errors = read_each(store, indices[:half], column)
-    second, second_errors = read_each(store, indices[half:], column)
-    return first + second, first_errors | {
-        half + position: reason for position, reason in second_errors.items()
-    }
-
-
-def _format(image: bytes) -> str:
-    if image.startswith(NPY):
-        return "npy"
-    return image_kind(image) or "unknown"
+        if len(indices) == 1:
+            return [error]
+    if column == "image" and store.groups is not None:
+        groups = np.searchsorted(store.groups, indices, side="right")
+        if np.ptp(groups) == 0:
+            # they are read together, so one stands for all; each try reads the group again
+            (first,) = _read_each(store, indices[:1], column)
+            if isinstance(first, Exception):
+                return [first] * len(indices)
+    halves = np.array_split(indices, 2)
+    return [value for half in halves for value in _read_each(store, half, column)]

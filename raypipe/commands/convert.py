@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import (
@@ -148,7 +150,7 @@ def convert(
         ResourceError: this node has no CPU to spare, or a task died.
     """
     from raypipe.commands.copied_samples import samples_of
-    from raypipe.commands.copies import CopySettings
+    from raypipe.commands.copies import CopySettings, class_numbers
     from raypipe.rayext.cluster import connect
     from raypipe.stores.plain_columns import column_types
 
@@ -170,26 +172,21 @@ def convert(
         samples = samples_of(src, image_column, target_column, trust_pickles)
         types = column_types(samples.first, samples.name, short_side)
         settings = replace(settings.of_columns(types), source=samples.name, dst=folder)
-        settings = _named(settings, samples)
+        if settings.classes is not None:
+            are_classes = types.get("label") == "int64"
+            numbers = class_numbers(
+                samples.name, are_classes, samples.classes, settings.classes
+            )
+            settings = replace(settings, numbers=numbers)
+        elif "label" in types:
+            settings = replace(settings, classes=samples.classes)
         connect()
         return _counted(_written(samples, settings, shards), settings, finished)
 
 
-def _named(settings: CopySettings, samples: Samples) -> CopySettings:
-    """Return the settings with class names: those that were given, or else the source's."""
-    from raypipe.commands.copies import class_numbers
-
-    classes = settings.classes
-    if classes is None:
-        stored = samples.classes if "label" in settings.columns else None
-        return replace(settings, classes=stored)
-    are_classes = settings.columns.get("label") == "int64"
-    numbers = class_numbers(samples.name, are_classes, samples.classes, classes)
-    return replace(settings, numbers=numbers)
-
-
 def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[Report]:
     """Yield the reports of the tasks, each of which writes a shard."""
+    from raypipe.commands.copied_samples import shards_of
     from raypipe.commands.copies import shards_folder, write_shard
     from raypipe.commands.tasks import count_cpus, run_tasks
     from raypipe.stores.destination import put_shard
@@ -197,15 +194,17 @@ def _written(samples: Samples, settings: CopySettings, shards: int) -> Iterator[
     dst = settings.dst
     is_here = not samples.is_anywhere or not is_remote(dst)
     num_cpus = count_cpus("the copy", is_here)
+    found = shards_of(samples, shards, num_cpus)
+    are_pixels = isinstance(samples.first["image"][0], np.ndarray)
+    makes_images = are_pixels or settings.seekable or settings.short_side > 0
+    if isinstance(found, list) and makes_images:
+        # a few tasks leave CPUs to each other's threads
+        num_threads = max(1, num_cpus // len(found))
+        settings = replace(settings, num_threads=num_threads)
     with contextlib.ExitStack() as stack:
         if is_here:
             folder = stack.enter_context(shards_folder(dst))
             settings = replace(settings, dst=str(folder))
-        found = samples.shards(shards, num_cpus)
-        if isinstance(found, list) and found:
-            # a few tasks leave CPUs to each other's threads
-            num_threads = max(1, num_cpus // len(found))
-            settings = replace(settings, num_threads=num_threads)
         calls = (
             (rows, first, number, settings)
             for number, (first, rows) in enumerate(found)
@@ -226,21 +225,19 @@ def _counted(
     reports: Iterable[Report], settings: CopySettings, finished: list[Any]
 ) -> dict[str, int]:
     """Add up what the tasks report; return what `convert` does. `finished` gets the shards, in order."""
-    parts = list(reports)
-    num_seen = sum(part.samples for part in parts)
-    skipped = [entry for part in parts for entry in part.skipped]
-    if num_seen == len(skipped):
+    samples, without_size, num_bytes, skipped, shards = zip(*reports, strict=True)
+    why_skipped = [entry for entries in skipped for entry in entries]
+    if sum(samples) == len(why_skipped):
         raise StoreError(
-            f"{settings.source} has no readable sample; the first: {min(skipped)[1]}"
+            f"{settings.source} has no readable sample; the first: {min(why_skipped)[1]}"
         )
-    files = dict(part.shard for part in parts if part.shard)
-    finished += (files[number] for number in sorted(files))
+    finished += (file for _, file in sorted(filter(None, shards)))
     return {
-        "samples": num_seen - len(skipped),
+        "samples": sum(samples) - len(why_skipped),
         "classes": len(settings.classes or ()),
-        "bytes": sum(part.num_bytes for part in parts),
-        "skipped": len(skipped),
-        "without_size": sum(part.without_size for part in parts),
+        "bytes": sum(num_bytes),
+        "skipped": len(why_skipped),
+        "without_size": sum(without_size),
     }
 
 

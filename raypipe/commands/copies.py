@@ -149,9 +149,8 @@ def write_shard(
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )
-        shard: str | RemoteFile = file.name
-        if is_remote(settings.dst):
-            shard = put_shard(file, settings.dst, number)
+        is_sent = is_remote(settings.dst)
+        shard = put_shard(file, settings.dst, number) if is_sent else file.name
         yield Report(shard=(number, shard))
 
 
@@ -173,50 +172,48 @@ def _append(
     num_bytes = 0
     without_size = 0
     skipped = []
-    for index, made in enumerate(_made(chunk, settings, writer.layout), first):
-        if isinstance(made, Made):
-            writer.append_record(made.record)
-            num_bytes += made.num_bytes
-            without_size += not made.has_size
+    do = partial(make, settings=settings, layout=writer.layout)
+    samples = list(enumerate(chunk, first))
+    made: Iterable[Made | str] = map(do, samples)
+    if settings.num_threads > 1:
+        made = in_threads(do, samples, settings.num_threads)
+    for (index, _), sample in zip(samples, made, strict=True):
+        if isinstance(sample, str):
+            skipped.append((index, sample))
             continue
-        reason = f"sample {index}: {made}"
-        if isinstance(made, StoreError):
-            raise StoreError(f"{settings.source}: {reason}")
-        if settings.on_bad_sample != "skip":
-            raise SampleError(
-                f"{settings.source}: {reason}. Exclude such samples with --on-bad-sample skip"
-            )
-        skipped.append((index, reason))
+        writer.append_record(sample.record)
+        num_bytes += sample.num_bytes
+        without_size += not sample.has_size
     return Report(len(chunk), without_size, num_bytes, tuple(skipped))
 
 
-def _made(
-    chunk: list[ColumnValues], settings: CopySettings, layout: RecordLayout
-) -> list[Made | SampleError | StoreError]:
-    """Return samples as they are written, or why not; threads share what takes more than a copy."""
-    do = partial(make, settings=settings, layout=layout)
-    are_copied = not settings.short_side and not settings.seekable
-    if are_copied and isinstance(chunk[0], Mapping):
-        are_copied = not isinstance(chunk[0].get("image"), np.ndarray)
-    if are_copied or settings.num_threads == 1:
-        return list(map(do, chunk))
-    return in_threads(do, chunk, settings.num_threads)
-
-
 def make(
-    sample: ColumnValues, settings: CopySettings, layout: RecordLayout
-) -> Made | SampleError | StoreError:
-    """Return a sample as it is written, or why it cannot be; a SampleError is the sample's fault."""
+    numbered: tuple[int, ColumnValues], settings: CopySettings, layout: RecordLayout
+) -> Made | str:
+    """Return a sample, next to its index, as it is written, or why it is skipped; raise its error otherwise."""
+    index, sample = numbered
     try:
         image = _made_image(image_of(sample), settings)
         size = header_sides(image, settings.exif)
         sizes = {name: size[name] for name in settings.sized}
         values = plain({**sample, "image": image, **sizes}, settings.columns)
-        if settings.numbers is not None:
-            values["label"] = _label_in(settings.numbers, values.get("label"))
+        if (numbers := settings.numbers) is not None:
+            label = values.get("label")
+            if label is None or not 0 <= label < len(numbers):
+                raise StoreError(
+                    f"a sample has the label {label}, and classes names {len(numbers)}: name all of them"
+                )
+            values["label"] = numbers[label]
         return Made(layout.pack(values), len(image), size != NO_SIZE)
-    except (SampleError, StoreError) as error:
-        return error
+    except StoreError as error:
+        raise StoreError(f"{settings.source}: sample {index}: {error}") from None
+    except SampleError as error:
+        reason = f"sample {index}: {error}"
+        if settings.on_bad_sample == "skip":
+            return reason
+        raise SampleError(
+            f"{settings.source}: {reason}. Exclude such samples with --on-bad-sample skip"
+        ) from None
 
 
 def image_of(sample: ColumnValues) -> bytes | np.ndarray | None:
@@ -237,7 +234,8 @@ def image_of(sample: ColumnValues) -> bytes | np.ndarray | None:
     if (
         not pixels.size
         or pixels.dtype != np.uint8
-        or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3)))
+        or pixels.ndim < 2
+        or pixels.shape[2:] not in ((), (1,), (3,))
     ):
         raise StoreError(
             f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
@@ -281,7 +279,8 @@ def class_numbers(
     """
     reason = ""
     number_of = {name: number for number, name in enumerate(classes)}
-    lacking = [name for name in stored or () if name not in number_of]
+    named = stored or classes
+    lacking = [name for name in named if name not in number_of]
     if len(number_of) < len(classes):
         reason = "needs a different name for each label"
     elif not are_classes:
@@ -290,18 +289,7 @@ def class_numbers(
         reason = f"has the class {lacking[0]!r} too: add it"
     if reason:
         raise ConfigError(f"classes={classes!r:.200}: {source} {reason}")
-    if not stored:
-        return range(len(classes))
-    return [number_of[name] for name in stored]
-
-
-def _label_in(numbers: Sequence[int], label: int | None) -> int:
-    """Return the label that a sample has among other classes; raise StoreError if it is none of them."""
-    if label is None or not 0 <= label < len(numbers):
-        raise StoreError(
-            f"a sample has the label {label}, and classes names {len(numbers)}: name all of them"
-        )
-    return numbers[label]
+    return [number_of[name] for name in named]
 
 
 def num_shards(num_samples: int, num_bytes: int, num_cpus: int) -> int:

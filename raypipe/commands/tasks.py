@@ -16,8 +16,6 @@ from raypipe.rayext.cluster_state import free_cpus, nodes
 from raypipe.rayext.failures import get
 from raypipe.rayext.startup import Wait
 
-# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
-_SETTLE_S = 10.0
 # Twice the longest start of a task's process. Ray's state of free CPUs may be old: a task that has not begun after
 # this time, on a cluster without a free CPU, waits for one.
 _BEGIN_S = 120.0
@@ -82,29 +80,22 @@ def run_tasks(
                 )[0]
                 has_begun = has_begun or bool(ready)
                 if not has_begun and arguments is None:
-                    num_cpus, is_one_free = _cpus(here)
-                    if not is_one_free:
-                        begin.turn(_held(work, here, num_cpus))
+                    _wait_for_cpu(begin, work, here)
                 for stream in ready:
-                    if (report := _report_of(stream, pending)) is not None:
+                    try:
+                        report = get(next(stream))
+                    except StopIteration:
+                        pending.remove(stream)
+                        continue
+                    if isinstance(report, RaypipeError):
+                        raise report
+                    if report is not None:  # it has begun
                         bar.advance(shown, report[0])
                         yield report
     finally:
         if pending and has_begun:
             ends = [stream.completed() for stream in pending]
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
-
-
-def _report_of(stream: Any, pending: list[Any]) -> Any:
-    """Return a task's next report; None at its begin and at its end, when it is no longer pending."""
-    try:
-        report = get(next(stream))
-    except StopIteration:
-        pending.remove(stream)
-        return None
-    if isinstance(report, RaypipeError):
-        raise report
-    return report
 
 
 def _task(here: bool) -> Any:
@@ -124,40 +115,34 @@ def _task(here: bool) -> Any:
 
 
 def count_cpus(work: str, here: bool) -> int:
-    """Count the CPUs that the tasks may have, once one of them is free.
-
-    Raises:
-        ResourceError: they may have none, or other jobs keep all: Ray itself would wait forever, silently.
-    """
-    wait = Wait(_SETTLE_S)
-    while True:
-        num_cpus, is_one_free = _cpus(here)
-        if not num_cpus:
-            raise ResourceError(
-                f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {work} where there are some"
-            )
-        if is_one_free:
-            return num_cpus
-        wait.turn(_held(work, here, num_cpus))
+    """Count the CPUs that the tasks may have; raise ResourceError if they may have none."""
+    num_cpus = sum(_cpus_of_nodes(here).values())
+    if not num_cpus:
+        raise ResourceError(
+            f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {work} where there are some"
+        )
+    return num_cpus
 
 
-def _cpus(here: bool) -> tuple[int, bool]:
-    """Return how many CPUs the tasks may have, and whether one of them is free."""
+def _cpus_of_nodes(here: bool) -> dict[str, int]:
+    """Return the CPUs of each node where tasks may run."""
     own_node = ray.get_runtime_context().get_node_id()
-    cpus_of = {
+    return {
         node["NodeID"]: int(node["Resources"].get("CPU", 0))
         for node in nodes()
         if not here or node["NodeID"] == own_node
     }
+
+
+def _wait_for_cpu(wait: Wait, work: str, here: bool) -> None:
+    """Wait a little longer if no CPU is free: Ray itself would wait forever, silently."""
+    cpus = _cpus_of_nodes(here)
     free = free_cpus()
-    return sum(cpus_of.values()), any(free.get(node, 0) >= 1 for node in cpus_of)
-
-
-def _held(work: str, here: bool, num_cpus: int) -> str:
-    return (
-        f"1 CPU for {work}, since other jobs hold all {num_cpus} of {_where(here)}. Wait for "
-        "them, or stop them (`ray job list`)"
-    )
+    if all(free.get(node, 0) < 1 for node in cpus):
+        wait.turn(
+            f"1 CPU for {work}, since other jobs hold all {sum(cpus.values())} of {_where(here)}. Wait for "
+            "them, or stop them (`ray job list`)"
+        )
 
 
 def _where(here: bool) -> str:

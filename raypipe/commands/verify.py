@@ -10,21 +10,21 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raypipe.config import RunConfig
-from raypipe.errors import StoreError
-from raypipe.printing import print_table
+from raypipe.printing import print_table, told
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import Store, forwards, name_of
 
 if TYPE_CHECKING:
+    from raypipe.commands.checked_samples import CheckedSample
     from raypipe.transform.columns import SampleColumns
 
 # Samples per report of a task: a driver gets those of hundreds of tasks.
@@ -60,11 +60,7 @@ def verify_store(
 
 def print_verified(summary: dict[str, Any]) -> None:
     """Print a verification: each reason with the first sample that has it, and how to exclude them."""
-    rows = {
-        name: value
-        for name, value in summary.items()
-        if name not in ("store", "reasons")
-    }
+    rows = told(summary, "store", "reasons")
     for reason in summary["reasons"]:
         others = reason["samples"] - 1
         more = f" and {others:,} more" if others else ""
@@ -102,6 +98,7 @@ def verify(
         ConfigError: the list cannot be written at `output`.
         ResourceError: there is no CPU to spare, or a task died.
     """
+    from raypipe.commands.checked_samples import check_samples
     from raypipe.commands.tasks import count_cpus, run_tasks
     from raypipe.rayext.cluster import connect
 
@@ -113,18 +110,20 @@ def verify(
     here = not is_remote(store.address)
     num_cpus = count_cpus("the verification", here)
     check = functools.partial(
-        check_range,
-        forwards(store),
-        num_samples=num_samples,
-        targets=targets,
-        columns=columns,
-        boxes_format=boxes_format,
+        check_samples, targets=targets, of_run=columns, boxes_format=boxes_format
     )
-    ranges = itertools.pairwise(task_bounds(store, num_cpus * _PER_CPU).tolist())
-    parts = list(run_tasks("the verification", here, check, ranges, num_samples))
+    task = functools.partial(check_range, forwards(store), check)
+    num_tasks = max(1, min(num_cpus * _PER_CPU, num_samples // PART))
+    bounds = np.linspace(0, num_samples, num_tasks + 1).astype(np.int64)
+    ranges = itertools.pairwise(np.unique(bounds).tolist())
+    parts = list(run_tasks("the verification", here, task, ranges, num_samples))
     seconds = time.perf_counter() - started
     bad = [entry for _, _, of_part in parts for entry in of_part]
     bad.sort(key=lambda entry: entry["index"])
+    # one damaged row group can make a thousand samples bad
+    counts = Counter(entry["error"] for entry in bad)
+    first = {entry["error"]: entry for entry in reversed(bad)}
+    reasons = [{**first[error], "samples": num} for error, num in counts.items()]
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)
@@ -136,58 +135,29 @@ def verify(
         "list": address,
         "seconds": seconds,
         "images_per_s": num_samples / seconds,
-        "reasons": _reasons(bad)[:10],
+        "reasons": reasons[:10],
     }
-
-
-def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
-    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so no group is read twice."""
-    num_tasks = max(1, min(num_tasks, len(store) // PART))
-    bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
-    if store.groups is not None and len(store):
-        bounds = store.groups[np.searchsorted(store.groups, bounds)]
-    return np.unique(bounds)
 
 
 def check_range(
     store: Store,
+    check: Callable[[Store, np.ndarray], Iterator[CheckedSample]],
     start: int,
     stop: int,
-    num_samples: int,
-    targets: Mapping[str, str] | None = None,
-    columns: SampleColumns | None = None,
-    boxes_format: str = "",
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """A task: checks samples start … stop - 1.
 
     Yields:
         How many more samples have been checked, the bytes of their encoded images, and `index`, `name` (see
         `name_of`) and `error` of the bad ones among them.
-
-    Raises:
-        StoreError: the store is not there, or is another than the one of `num_samples` samples.
     """
-    from raypipe.commands.checked_samples import check_samples
-
-    if len(store) != num_samples:
-        raise StoreError(
-            f"{store.address} has {len(store)} samples for this process, {num_samples} for the one that started "
-            "it: is it being written, or another one on another node?"
-        )
     for first in range(start, stop, PART):
         indices = np.arange(first, min(stop, first + PART))
         num_bytes = 0
         bad = []
-        for sample in check_samples(store, indices, targets, columns, boxes_format):
+        for sample in check(store, indices):
             num_bytes += sample.num_bytes
             if sample.error:
                 name = name_of(store, sample.index)
                 bad.append({"index": sample.index, "name": name, "error": sample.error})
         yield len(indices), num_bytes, bad
-
-
-def _reasons(bad: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group bad samples by their error, since one damaged row group can make a thousand samples bad."""
-    counts = Counter(entry["error"] for entry in bad)
-    first = {entry["error"]: entry for entry in reversed(bad)}
-    return [{**first[error], "samples": number} for error, number in counts.items()]

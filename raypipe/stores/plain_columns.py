@@ -41,18 +41,17 @@ def column_types(
             with contextlib.suppress(ValueError):
                 # vectors are an array, also where they are lists
                 values = exactly(values)
-        kind = _array_type(values)
-        types[name] = kind or _type_of(name, values, where, short_side)
+        if (
+            isinstance(values, np.ndarray)
+            and values.ndim > 1
+            and values.size
+            and values.dtype.kind in "biuf"
+        ):
+            shape = ",".join(map(str, values.shape[1:]))
+            types[name] = f"{values.dtype.name}[{shape}]"
+        else:
+            types[name] = _type_of(name, values, where, short_side)
     return types
-
-
-def _array_type(values: Any) -> str | None:
-    """Return the type of a column of numbers that are arrays of one shape; None for any other column."""
-    if not isinstance(values, np.ndarray):
-        return None
-    if values.ndim < 2 or values.dtype.kind not in "biuf" or not values.size:
-        return None
-    return f"{values.dtype.name}[{','.join(map(str, values.shape[1:]))}]"
 
 
 def _type_of(name: str, values: Iterable[Any], where: str, short_side: int) -> str:

@@ -18,7 +18,7 @@ from pictures import picture
 
 from raypipe.commands import copied_samples, tasks
 from raypipe.commands.convert import convert
-from raypipe.commands.copied_samples import Block, block_shards
+from raypipe.commands.copied_samples import Block, Samples, shards_of
 from raypipe.commands.copies import num_shards
 from raypipe.errors import StoreError
 from raypipe.rayext import cluster
@@ -72,19 +72,20 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shards_have_all_samples_in_order(
     shards: int, shard_bytes: int, bounds: list[int]
 ) -> None:
-    parts = [Block(name, 10 * num, num) for name, num in (("a", 6), ("b", 1), ("c", 3))]
-    found = list(block_shards(iter(parts), 10, shard_bytes, shards, num_cpus=2))
+    named: list[tuple[Any, int]] = [("a", 6), ("b", 1), ("c", 3)]
+    parts = [Block(name, 10 * num, num) for name, num in named]
+    found = list(shards_of(Samples("x", {}, iter(parts), shard_bytes), shards, 2))
     assert [first for first, _ in found] == bounds[:-1]
     rows = [
         [
-            (block.samples, block.start + i)
+            (block.read, block.start + i)
             for block in rows.args[0]
             for i in range(block.num)
         ]
         for _, rows in found
     ]
     assert [len(of_shard) for of_shard in rows] == np.diff(bounds).tolist()
-    expected = [(block.samples, i) for block in parts for i in range(block.num)]
+    expected = [(block.read, i) for block in parts for i in range(block.num)]
     assert list(itertools.chain.from_iterable(rows)) == expected
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from raypipe.commands.checked_samples import CheckedSample, check_samples
 from raypipe.commands.inspection import types_of
-from raypipe.commands.verify import check_range
 from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -107,16 +106,6 @@ def test_a_missing_label_is_the_fault_of_its_sample(tmp_path: Path) -> None:
     parquet(tmp_path / "train.parquet", labels, 30)
     found = damaged(open_store(tmp_path / "train.parquet"))
     assert list(found) == [3, 33, 34] and "has a null label" in found[3]
-
-
-# The task
-
-
-def test_a_range_of_another_store_is_refused() -> None:
-    with pytest.raises(
-        StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"
-    ):
-        next(check_range(MemoryStore(IMAGES, [0] * NUM), 0, 10, 99))
 
 
 def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:

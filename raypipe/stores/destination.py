@@ -70,15 +70,11 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
             # a process was killed between the renames below
             old.rename(dst)
         if dst.exists():
-            _check_replaceable(
-                dst,
-                overwrite,
-                [path.name for path in dst.iterdir()] if dst.is_dir() else [],
-            )
+            _check_replaceable(dst, overwrite, [path.name for path in dst.glob("*")])
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
-        files = list(partial.iterdir()) if partial.is_dir() else []
+        files = list(partial.glob("*"))
         new = files[0] if len(files) == 1 else partial
         if dst.is_dir() or (dst.exists() and new.is_dir()):
             # a rename cannot replace a folder
@@ -135,37 +131,30 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[list[RemoteFile]]:
     On an error the objects that are new are removed.
     """
     check_bucket(dst)
-    filesystem, path = open_filesystem(dst)
-    old = _objects_at(dst, overwrite)
+    with errors_as(StoreError, f"{dst} cannot be written"):
+        filesystem, path = open_filesystem(dst)
+        is_file = filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
+        old = {path} if is_file else _paths_in(filesystem, path)
+    if old:
+        names = [object_path.rpartition("/")[2] for object_path in old]
+        _check_replaceable(dst, overwrite, names)
+    kept = old
     shards: list[RemoteFile] = []
     try:
         yield shards
         with errors_as(StoreError, f"{dst} cannot be written"):
             write_manifest(dst, shards)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the error matters more than what is left
-            _remove_objects(filesystem, _paths_in(filesystem, path) - old)
-        raise
-    kept = {
-        f"{path}/{name}"
-        for name in (MANIFEST, *(split_address(shard.address)[1] for shard in shards))
-    }
-    _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
-
-
-def _objects_at(dst: str, overwrite: bool) -> set[str]:
-    """Return the paths of the objects at an address; raise StoreError if objects exist and must be kept."""
-    with errors_as(StoreError, f"{dst} cannot be written"):
-        filesystem, path = open_filesystem(dst)
-        if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
-            objects = {path}
-        else:
-            objects = _paths_in(filesystem, path)
-    if objects:
-        _check_replaceable(
-            dst, overwrite, (object_path.rpartition("/")[2] for object_path in objects)
-        )
-    return objects
+        names = [MANIFEST, *(split_address(shard.address)[1] for shard in shards)]
+        kept = {f"{path}/{name}" for name in names}
+    finally:
+        with contextlib.suppress(OSError):  # an error matters more than what is left
+            for left in (old | _paths_in(filesystem, path)) - kept:
+                try:
+                    filesystem.delete_file(left)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    logger.warning("cannot remove the old %s: %s", left, error)
 
 
 def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
@@ -185,16 +174,6 @@ def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
                 f"{address} has {num_bytes} bytes after {shard.num_bytes} were written"
             )
     return shard
-
-
-def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> None:
-    for path in paths:
-        try:
-            filesystem.delete_file(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.warning("cannot remove the old %s: %s", path, error)
 
 
 # The digits

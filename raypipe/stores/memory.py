@@ -45,7 +45,12 @@ class MemoryStore:
         self._table = pa.table(arrays)
         self.schema = pa.schema([("image", pa.binary()), *self._table.schema])
         self.classes = None if classes is None else tuple(classes)
-        self.groups = None if group_size is None else _groups(len(self), group_size)
+        self.groups: np.ndarray | None = None
+        if group_size is not None:
+            if group_size < 1:
+                raise ValueError(f"group_size must be at least 1, not {group_size}")
+            starts = np.arange(0, len(self), group_size, dtype=np.int64)
+            self.groups = np.append(starts, len(self))
         self.fingerprint = _hash_of(
             (self.classes, group_size), {"image": self._images, **values}
         )
@@ -78,7 +83,11 @@ def _values_of(
     """Return labels and columns as arrays or lists; raise ValueError unless they have so many values."""
     values: dict[str, Any] = {}
     if labels is not None:
-        values["label"] = _labels_of(labels)
+        numbers = exactly(labels)
+        are_classes = numbers.ndim == 1 and numbers.dtype.kind in "iub"
+        if are_classes or not numbers.size:
+            numbers = exactly(numbers, np.int64)
+        values["label"] = numbers
     for name, column in columns.items():
         values[name] = exactly(column) if _are_numbers(column) else list(column)
     for name, column in values.items():
@@ -87,23 +96,6 @@ def _values_of(
                 f"column {name!r} has {len(column)} values for {num} images"
             )
     return values
-
-
-def _labels_of(labels: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return labels as numbers; classes are int64."""
-    numbers = exactly(labels)
-    is_class = numbers.ndim == 1 and numbers.dtype.kind in "iub"
-    if is_class or not numbers.size:
-        return exactly(numbers, np.int64)
-    return numbers
-
-
-def _groups(num_samples: int, group_size: int) -> np.ndarray:
-    """Return the offsets of groups of one size; the last may be smaller."""
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, not {group_size}")
-    starts = np.arange(0, num_samples, group_size, dtype=np.int64)
-    return np.append(starts, num_samples)
 
 
 def _hash_of(facts: object, columns: Mapping[str, Any]) -> str:

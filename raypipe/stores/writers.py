@@ -65,6 +65,7 @@ class FileWriter(ABC):
         self._fingerprint = Fingerprint(self.layout.types, self._classes)
         self._batch: list[bytes] = []
         self._num_bytes = 0
+        self._batch_size: int | None = None
         self.num_written = 0
 
     @property
@@ -73,7 +74,7 @@ class FileWriter(ABC):
         return self._fingerprint.hexdigest()
 
     def __enter__(self) -> Self:
-        with self._explained("made"):
+        with self._explained():
             self._path.open("xb").close()
             try:
                 self._open()
@@ -91,15 +92,18 @@ class FileWriter(ABC):
         self._fingerprint.add(record)
         self._batch.append(record)
         self._num_bytes += len(record)
-        if self._is_full():
-            with self._explained("written"):
+        is_full = self._num_bytes >= self.batch_bytes
+        if self._batch_size:
+            is_full = len(self._batch) == self._batch_size
+        if is_full:
+            with self._explained():
                 self._flush()
 
     def __exit__(self, *exc: object) -> None:
         finished = False
         try:
             if exc[0] is None:
-                with self._explained("written"):
+                with self._explained():
                     self._flush()
                     self._finish()
                 finished = True
@@ -109,14 +113,11 @@ class FileWriter(ABC):
                 self._path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except (lmdb.Error, pa.ArrowException, OSError) as error:
-            raise StoreError(f"{self._path} cannot be {action}: {error}") from error
-
-    def _is_full(self) -> bool:
-        return self._num_bytes >= self.batch_bytes
+            raise StoreError(f"{self._path} cannot be written: {error}") from error
 
     def _flush(self) -> None:
         if self._batch:
@@ -185,8 +186,7 @@ class LMDBWriter(FileWriter):
         while True:
             try:
                 with self._env.begin(write=True) as txn:
-                    for key, value in entries:
-                        txn.put(key, value, append=True)
+                    txn.cursor().putmulti(entries, append=True)
                 return
             except lmdb.MapFullError:
                 self._env.set_mapsize(2 * self._env.info()["map_size"])
@@ -215,13 +215,8 @@ class ParquetWriter(FileWriter):
         super().__init__(path, columns, classes)
         if row_group_size is not None and row_group_size < 1:
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
-        self._row_group_size = row_group_size
+        self._batch_size = row_group_size
         self._schema = schema_of(self.layout.types, classes)
-
-    def _is_full(self) -> bool:
-        if self._row_group_size:
-            return len(self._batch) == self._row_group_size
-        return super()._is_full()
 
     def _open(self) -> None:
         # Images, mostly JPEGs, do not compress, and their statistics would repeat whole images.

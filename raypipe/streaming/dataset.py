@@ -67,7 +67,11 @@ def dataset(
     check("raypipe.dataset: spec", spec, StreamSpec)
     check("raypipe.dataset: max_actors", max_actors, AtLeast1 | None)
     plan = _part_of(spec.plan, epoch, split, first_step)
-    _check_names(spec)
+    entry_names = {*_PLACE, LABEL, "image", *spec.transform.target_columns}
+    if clash := entry_names & spec.columns.types.keys():
+        raise ConfigError(
+            f"raypipe.dataset: column {min(clash)!r} has the name of an entry: rename it"
+        )
 
     import ray.data
 
@@ -108,11 +112,8 @@ def dataset(
 
 def _part_of(plan: Plan, epoch: int | None, split: Split, first_step: int) -> Plan:
     """Return a plan whose schedule is one segment, or the training of all epochs."""
+    check("raypipe.dataset: split", split, Split)
     steps = plan.steps_per_epoch if split == "train" else plan.val_steps
-    if split not in ("train", "val"):
-        raise ConfigError(
-            f"raypipe.dataset: split must be 'train' or 'val', got {split!r}"
-        )
     if not steps:
         raise ConfigError(
             "raypipe.dataset: this stream has no validation: give open_stream a second store"
@@ -134,15 +135,6 @@ def _part_of(plan: Plan, epoch: int | None, split: Split, first_step: int) -> Pl
     if split == "train":
         return plan.only(plan.training_of(epoch, first_step))
     return plan.only(Segment(split, epoch, first_step, steps))
-
-
-def _check_names(spec: StreamSpec) -> None:
-    """Raise ConfigError for a column that has the name of another entry."""
-    entry_names = {*_PLACE, LABEL, "image", *spec.transform.target_columns}
-    if clash := entry_names & spec.columns.types.keys():
-        raise ConfigError(
-            f"raypipe.dataset: column {min(clash)!r} has the name of an entry: rename it"
-        )
 
 
 class SampleWorker:
@@ -176,8 +168,7 @@ def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any
         columns[column_name if group in (COLUMN, VIEW) else name] = _column(values)
     columns |= {"index": batch.index, "weight": batch.weight}
     for name in ("epoch", "step", "micro"):
-        number = getattr(batch.position, name)
-        columns[name] = np.full(len(batch.index), number, np.int64)
+        columns[name] = np.full_like(batch.index, getattr(batch.position, name))
     return columns
 
 

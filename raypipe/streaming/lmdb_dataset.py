@@ -5,6 +5,7 @@ store → ranges of its samples → one ReadTask for each, a generator of blocks
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -20,7 +21,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store, store_options
-from raypipe.stores.base import Columns, Store, missing, name_of
+from raypipe.stores.base import Columns, missing, name_of
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.scan import SIZE_COLUMNS, mean_image_bytes
 from raypipe.transform.decode.array import header_size
@@ -32,9 +33,10 @@ MADE_COLUMNS = ("index", "name", "class_name", *SIZE_COLUMNS)
 """Columns that need not be stored: the sample's index in the store, its file and key, the name of its class, and
 the image's size in pixels by its header, -1 if the header cannot be read."""
 
+# Made column → the stored one that it is made of.
+_NEEDS = {"class_name": "label", "width": "image", "height": "image"}
 _BLOCK_BYTES = 32 << 20
 _MAX_ROWS = 1 << 16  # a block without images has up to so many
-_READER_CPUS = 1
 
 
 def read_lmdb(
@@ -98,7 +100,10 @@ class LMDBDatasource(Datasource):
             raise ConfigError(
                 f"{self._store.address} has no class names: leave class_name out of the columns"
             )
-        self._row_bytes = _mean_bytes(self._store, self._columns)
+        self._row_bytes = 16 * max(1, len(self._columns))
+        if "image" in self._columns:
+            with contextlib.suppress(StoreError):
+                self._row_bytes += mean_image_bytes(self._store)
 
     def get_name(self) -> str:
         return "LMDB"
@@ -118,9 +123,7 @@ class LMDBDatasource(Datasource):
         schema = self._table(np.arange(min(1, len(self._store)))).schema
         return [
             ReadTask(
-                functools.partial(
-                    _blocks, self._table, start, stop, rows, per_task_row_limit
-                ),
+                functools.partial(_blocks, self._table, start, stop, rows),
                 BlockMetadata(
                     num_rows=stop - start,
                     size_bytes=(stop - start) * self._row_bytes,
@@ -128,17 +131,17 @@ class LMDBDatasource(Datasource):
                     exec_stats=None,
                 ),
                 schema=schema,
+                per_task_row_limit=per_task_row_limit,
             )
             for start, stop in pairwise(bounds)
         ]
 
     def _table(self, indices: np.ndarray) -> pa.Table:
-        needed = [name for name in self._columns if name in self._store.stored.names]
-        if not set(SIZE_COLUMNS).isdisjoint(self._columns):
-            needed.append("image")
-        if "class_name" in self._columns:
-            needed.append("label")
-        read = self._store.read(indices, tuple(dict.fromkeys(needed)))
+        stored = self._store.stored.names
+        needed = [
+            name if name in stored else _NEEDS.get(name) for name in self._columns
+        ]
+        read = self._store.read(indices, tuple(dict.fromkeys(filter(None, needed))))
         return pa.table(
             {name: self._column(name, read, indices) for name in self._columns}
         )
@@ -159,22 +162,16 @@ class LMDBDatasource(Datasource):
         return np.array([_size_of(image)[number] for image in read["image"]], np.int64)
 
 
-def _blocks(
-    table: Any, start: int, stop: int, rows: int, limit: int | None
-) -> Iterator[pa.Table]:
-    if limit is not None:
-        stop = min(stop, start + limit)
+def _blocks(table: Any, start: int, stop: int, rows: int) -> Iterator[pa.Table]:
     for first in range(start, stop, rows):
         yield table(np.arange(first, min(stop, first + rows)))
 
 
 def _size_of(image: bytes | memoryview | None) -> tuple[int, int]:
     """Return width and height of an encoded image; -1 if its header cannot be read."""
-    try:
-        height, width = header_size(bytes(image or b""), False)
-    except (SampleError, ConfigError):
-        return -1, -1
-    return width, height
+    with contextlib.suppress(SampleError, ConfigError):
+        return header_size(image, False)[::-1]
+    return -1, -1
 
 
 def _arrow(columns: Columns, name: str) -> pa.Array | pa.ChunkedArray:
@@ -190,14 +187,3 @@ def _arrow(columns: Columns, name: str) -> pa.Array | pa.ChunkedArray:
     if isinstance(values, np.ndarray):
         return ArrowTensorArray.from_numpy(values)
     return column
-
-
-def _mean_bytes(store: Store, columns: Sequence[str]) -> int:
-    """Return the mean size of a row, by some images that are spread over the store."""
-    overhead = 16 * max(1, len(columns))
-    if "image" not in columns:
-        return overhead
-    try:
-        return overhead + mean_image_bytes(store)
-    except StoreError:
-        return overhead

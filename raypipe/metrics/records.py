@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -152,20 +151,13 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         )
 
 
-def append_whole(path: Path, lines: bytes, synced: bool = False) -> None:
-    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line.
-
-    Args:
-        synced: wait until they are on the disk, not only in memory.
-    """
+def append_whole(path: Path, lines: bytes) -> None:
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
             lines = lines if file.read(1) == b"\n" else b"\n" + lines
         file.write(lines)
-        if synced:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _last_start(path: Path) -> dict[str, Any]:

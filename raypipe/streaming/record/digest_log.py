@@ -5,15 +5,15 @@
     {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   what it was written by
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
 
-    RUN/digests/epoch-0003-rank-0001-18c3.json      [number of its lines, their sum], written after them
+    RUN/digests/epoch-0003-rank-0001-18c3.json      [number of its bytes, their hash], written after them
 
 The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch reached the rank, and once the
 device stage has finished it on a CPU. The root of an epoch is a hash over the sorted lines of all ranks, so W does
 not change it. No rank waits for another.
 
-Steps that a run does over again are recorded again, and the lines of the newest file, by its name, count. A line
-that a crash cut off does not: its step comes after the last checkpoint, before which all lines are written. The
-seal of a start names the settings under which its lines were written, see `raypipe.streaming.record.opened`.
+Both are replaced as a whole, at each checkpoint and every few seconds. Steps that a run does over again are recorded
+again, and the lines of the newest file, by its name, count. The seal of a start names the settings under which its
+lines were written, see `raypipe.streaming.record.opened`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.fs
@@ -34,14 +33,9 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import (
-    BestEffort,
-    RunFolder,
-    append_whole,
-    objects_of,
-)
+from raypipe.metrics.records import BestEffort, RunFolder, objects_of, write_file
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.storage.files import read_whole, write_synced
+from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.record.opened import sealed
@@ -49,11 +43,8 @@ from raypipe.streaming.record.opened import sealed
 DIGESTS = "digests"
 _FILE = re.compile(r"(epoch-(\d{4,})-rank-(\d{4,})-([0-9a-f]+))\.jsonl?")
 _PLACE = re.compile(r"(train|val)-e(\d{4,19})-s(\d{6,19})-m(\d{3,19})", re.ASCII)
-_SUMS = 1 << 128
-_FLUSH_S = 1.0
-_FLUSH_REMOTE_S = (
-    60.0  # in object storage each is a request, with all of the epoch's lines
-)
+_FLUSH_S = 10.0
+_FLUSH_REMOTE_S = 60.0  # in object storage each is two requests
 
 
 class Hashes(NamedTuple):
@@ -99,17 +90,9 @@ def root_of(lines: Iterable[str]) -> str:
     return hashlib.blake2b("".join(lines).encode(), digest_size=32).hexdigest()
 
 
-def count_of(lines: Iterable[bytes], num: int = 0, total: int = 0) -> tuple[int, int]:
-    """The number of lines, and a sum over their hashes, in any order.
-
-    Args:
-        num, total: those of earlier lines.
-    """
-    for line in lines:
-        digest = hashlib.blake2b(line, digest_size=16).digest()
-        total = (total + int.from_bytes(digest)) % _SUMS
-        num += 1
-    return num, total
+def sum_of(content: bytes) -> list[Any]:
+    """The number of bytes of a file, and their hash."""
+    return [len(content), hashlib.blake2b(content, digest_size=16).hexdigest()]
 
 
 def cpu_kind() -> str:
@@ -142,10 +125,11 @@ class DigestLog(Observer):
             raise ConfigError(
                 "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
             )
-        self._filesystem, run = folder
-        self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
-        self._folder = f"{run}/{DIGESTS}"
-        self._start: dict[str, Any] = {
+        self._folder = folder
+        filesystem, run = folder
+        is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        self._flush_s = _FLUSH_S if is_local else _FLUSH_REMOTE_S
+        self._start = {
             "kind": "start",
             "rank": rank,
             "workers": world_size,
@@ -154,11 +138,9 @@ class DigestLog(Observer):
             "seal": sealed(record, world_size),
         }
         self._epoch = -1
-        self._path = ""
-        self._lines = list[str]()  # not written yet
-        self._count = (0, 0)  # number of lines in the file, and their sum
-        # In object storage a file is written as a whole.
-        self._content = b""
+        self._name = ""  # of the epoch's file
+        self._lines = list[str]()
+        self._num_written = 0
         self._flushed_at = 0.0
         self._one_by_one = threading.RLock()
         self._best_effort = BestEffort(run)
@@ -169,87 +151,47 @@ class DigestLog(Observer):
         hashes = (batch.stream_hash.hex(), batch.finished_hash.hex())
         with self._one_by_one:
             if position.epoch != self._epoch:
-                self.flush(synced=True)
-                self._begin_epoch(position.epoch)
+                self.flush()
+                self._begin_file(position.epoch)
             self._lines.append(_line(position, *hashes))
-            flush_s = _FLUSH_S if self._is_local else _FLUSH_REMOTE_S
-            is_due = time.monotonic() - self._flushed_at > flush_s
+            is_due = time.monotonic() - self._flushed_at > self._flush_s
             if batch.ends_split or is_due:
-                self.flush(synced=batch.ends_split)
+                self.flush()
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Count again what an epoch has of this rank, and of ranks that W has no more.
-
-        A machine that was lost may have lost lines.
-        """
+    def _begin_file(self, epoch: int) -> None:
+        """Begin the file of an epoch; its first line is that of this start."""
         self._epoch = epoch
-        with self._best_effort(DIGESTS):
-            files = recorded_files((self._filesystem, self._folder))
-            for of_epoch, rank, path in files:
-                is_own = rank % self._start["workers"] == self._start["rank"]
-                if of_epoch == epoch and is_own:
-                    lines, is_whole = _read_lines(self._filesystem, path)
-                    if not is_whole:
-                        self._write_count(path, count_of(lines))
-        self._begin_file()
-
-    def _begin_file(self) -> None:
-        """Begin a file; its first line is that of this start."""
-        name = f"epoch-{self._epoch:04d}-rank-{self._start['rank']:04d}"
-        self._path = f"{self._folder}/{name}-{round(time.time() * 1e6):x}"
-        self._count = (0, 0)
-        self._content = b""
+        name = f"epoch-{epoch:04d}-rank-{self._start['rank']:04d}"
+        self._name = f"{DIGESTS}/{name}-{round(time.time() * 1e6):x}"
+        self._lines = [json.dumps(self._start) + "\n"]
+        self._num_written = 0
 
     def saving(self, cause: Any) -> None:
         """Write all lines, since a resume from the checkpoint does not make them again."""
-        self.flush(synced=True)
+        self.flush()
 
     def closed(self) -> None:
-        self.flush(synced=True)
+        self.flush()
 
-    def flush(self, synced: bool = False) -> None:
-        """Write the lines so far, and then how many there are.
-
-        Args:
-            synced: also wait until a local disk has them.
-        """
+    def flush(self) -> None:
+        """Write the lines so far, and then their sum; on a disk they are there before it."""
         with self._one_by_one:
-            if not self._lines and not (synced and self._count[0]):
+            if self._num_written == len(self._lines):
                 return
             self._flushed_at = time.monotonic()
-            with self._best_effort(DIGESTS):
-                self._write("".join(self._lines).encode(), synced)
-                self._lines = []
-            if self._lines and self._is_local:
-                # a part may be there, so all goes into another file, behind its own start
-                self._begin_file()
+            content = "".join(self._lines)
+            with self._best_effort(DIGESTS), without_retries():
+                if not self._num_written:
+                    filesystem, run = self._folder
+                    filesystem.create_dir(f"{run}/{DIGESTS}", recursive=True)
+                    # a file without a sum was never written
+                    self._write("json", json.dumps(sum_of(b"")))
+                self._write("jsonl", content)
+                self._write("json", json.dumps(sum_of(content.encode())))
+                self._num_written = len(self._lines)
 
-    def _write(self, lines: bytes, synced: bool) -> None:
-        path = f"{self._path}.jsonl"
-        if not self._count[0]:
-            # a file without a count was never written
-            self._write_count(self._path, self._count)
-            lines = json.dumps(self._start).encode() + b"\n" + lines
-        if self._is_local:
-            append_whole(Path(path), lines, synced)
-        else:
-            with without_retries():
-                write_synced(self._filesystem, path, self._content + lines)
-            self._content += lines
-        self._count = count_of(lines.splitlines(), *self._count)
-        self._write_count(self._path, self._count)
-
-    def _write_count(self, path: str, count: tuple[int, int]) -> None:
-        text = json.dumps(count)
-        if self._is_local:
-            # a crash leaves the old or the new one
-            new = Path(f"{path}.new")
-            new.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(text)
-            new.replace(f"{path}.json")
-        else:
-            with without_retries():
-                write_synced(self._filesystem, f"{path}.json", text.encode())
+    def _write(self, ending: str, text: str) -> None:
+        write_file(self._folder, f"{self._name}.{ending}", text)
 
 
 def _line(place: MicroBatchId, stream: str, finished: str) -> str:
@@ -270,28 +212,26 @@ def recorded_files(folder: RunFolder) -> list[tuple[int, int, str]]:
     return list(dict.fromkeys(files))
 
 
-def _read_lines(
-    filesystem: pyarrow.fs.FileSystem, path: str
-) -> tuple[list[bytes], bool]:
-    """The lines of a file, and whether it has all that were counted; a crash may leave others behind them."""
+def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> tuple[bytes, bool]:
+    """A file's content, and whether it has all that was summed; a crash may leave more behind it."""
     content = read_whole(f"{path}.jsonl", filesystem) or b""
-    lines = content.split(b"\n")[:-1]
     try:
-        counted = json.loads(read_whole(f"{path}.json", filesystem) or b"")
-        return lines, [*count_of(lines[: counted[0]])] == counted
+        summed = json.loads(read_whole(f"{path}.json", filesystem) or b"")
+        return content, sum_of(content[: summed[0]]) == summed
     except (LookupError, RecursionError, TypeError, ValueError):
-        return lines, False
+        return content, False
 
 
 def read_epoch(folder: RunFolder, epoch: int) -> EpochRecord:
     """Read all ranks' record of an epoch, in a folder of digests; raise ConfigError if a file cannot be read."""
     record = EpochRecord({}, [], [])
-    files = recorded_files(folder)
-    for path in [path for number, _, path in files if number == epoch]:
-        lines, is_whole = _read_lines(folder[0], path)
+    for of_epoch, _, path in recorded_files(folder):
+        if of_epoch != epoch:
+            continue
+        content, is_whole = _read(folder[0], path)
         of_file: dict[MicroBatchId, Hashes] = {}
         start: dict[str, Any] = {}
-        for line in objects_of(b"\n".join([*lines, b""])):
+        for line in objects_of(content):
             place = place_in(str(line.get("micro_batch")))
             if line.get("kind") == "start":
                 start = line

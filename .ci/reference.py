@@ -219,7 +219,7 @@ def metrics() -> str:
         rows.append(
             (
                 f"`ray_{name}`",
-                metric.kind,
+                "counter" if name.endswith("_total") else "gauge",
                 unit,
                 ", ".join(metric.labels),
                 metric.meaning,

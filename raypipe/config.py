@@ -112,6 +112,10 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
     return columns
 
 
+ByStore = str | dict[str, str]
+"""A text; or one by the name of each store of a mixture, or of each split."""
+
+
 @dataclass(frozen=True)
 class StoreConfig(Section, prefix="store."):
     """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://, hdfs://).
@@ -145,14 +149,14 @@ class StoreConfig(Section, prefix="store."):
             RAYPIPE_MEMORY_BYTES is an error.
     """
 
-    train: str | dict[str, str] = ""
+    train: ByStore = ""
     val: str = ""
     image_column: str = "image"
     target_column: str = "label"
     trust_pickles: bool = False
-    exclude: str | dict[str, str] = ""
-    filter: str | dict[str, str] = ""
-    take: str | dict[str, str] = ""
+    exclude: ByStore = ""
+    filter: ByStore = ""
+    take: ByStore = ""
     columns: ColumnsSetting = field(default_factory=list)
     in_memory: bool = False
 

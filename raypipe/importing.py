@@ -9,6 +9,7 @@ a run, the settings of a run that is resumed, and checkpoints may come from anyb
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -170,11 +171,10 @@ def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in JSON values, but for the contents of recorded objects."""
+    """Yield the texts in JSON values."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key not in ("pickle", "bytes", "object"):
-                yield from texts_in(inner)
+        for inner in value.values():
+            yield from texts_in(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from texts_in(inner)
@@ -263,3 +263,15 @@ def is_own_code(file: str) -> bool:
     if file.startswith((*_STANDARD, _OURS, "<frozen")):
         return False
     return bool(file) and not {*_INSTALLED} & set(Path(file).parts)
+
+
+def user_code() -> dict[str, str]:
+    """Return the hash of each imported module that is neither raypipe's, Python's nor an installed package's."""
+    hashes = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        is_module = file.endswith(".py") and not name.startswith("__")
+        if is_module and is_own_code(file) and Path(file).is_file():
+            content = Path(file).read_bytes()
+            hashes[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return hashes

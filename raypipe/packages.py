@@ -9,8 +9,6 @@ import functools
 import hashlib
 import importlib.util
 import platform
-import sys
-import sysconfig
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -125,18 +123,3 @@ def code_digest() -> str:
         if found and found.origin:
             digest.update(f"{name}\0".encode() + Path(found.origin).read_bytes())
     return digest.hexdigest()
-
-
-def user_code() -> dict[str, str]:
-    """Return the hash of each imported module that is neither raypipe's, Python's nor an installed package's."""
-    standard = (sysconfig.get_path("stdlib"), str(Path(raypipe.__file__).parent))
-    hashes = {}
-    for name, module in sorted(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if path.suffix != ".py" or is_installed or name.startswith("__"):
-            continue
-        if not str(path).startswith(standard) and path.is_file():
-            content = path.read_bytes()
-            hashes[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
-    return hashes

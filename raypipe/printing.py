@@ -9,6 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+Result = dict[str, Any]
+"""What a command returns, and --json prints."""
+
 # Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
 # of the writing direction, line separators, and surrogates, which Python uses for bytes that are not UTF-8.
 _UNPRINTABLE = re.compile(
@@ -113,7 +116,7 @@ def print_table(heading: str, rows: Mapping[str, Any]) -> None:
     print_rows(lines)
 
 
-def told(result: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
+def told(result: Mapping[str, Any], *left_out: str) -> Result:
     """The values of a command's result that a table shows: without some names, and without empty values."""
     return {
         name: value
@@ -128,3 +131,10 @@ def print_rows(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(["", *cells]).rstrip())
+
+
+def print_objects(objects: Sequence[Mapping[str, Any]], *names: str) -> None:
+    """Print values of objects by these names, a row for each object, under a row of the names."""
+    heads = [name.removeprefix("num_").replace("_", " ") for name in names]
+    rows = [[readable(each[name]) for name in names] for each in objects]
+    print_rows([heads, *rows] if rows else [["none"]])

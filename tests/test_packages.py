@@ -13,6 +13,7 @@ import pytest
 
 import raypipe
 from raypipe import packages
+from raypipe.importing import user_code
 from raypipe.packages import DISTRIBUTION, differences, versions
 
 ROOT = Path(__file__).parents[1]
@@ -94,8 +95,8 @@ def test_the_code_of_the_user_is_that_of_imported_files_of_their_own(
     helper = tmp_path / "helper_of_a_user.py"
     helper.write_text("offset = 1\n")
     importlib.import_module("helper_of_a_user")
-    before = packages.user_code()
+    before = user_code()
     assert not {"numpy", "raypipe", "json"} & before.keys()
     helper.write_text("offset = 2\n")
-    assert packages.user_code()["helper_of_a_user"] != before["helper_of_a_user"]
+    assert user_code()["helper_of_a_user"] != before["helper_of_a_user"]
     monkeypatch.delitem(sys.modules, "helper_of_a_user")

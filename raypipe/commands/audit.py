@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
 
-from raypipe.printing import print_table, told
+from raypipe.config import ByStore
+from raypipe.printing import Result, print_table, told
 
 
 def audit(
@@ -16,13 +16,13 @@ def audit(
     all: bool = False,
     seed: int = 0,
     root: str = "",
-    train: str | dict[str, str] = "",
+    train: ByStore = "",
     val: str = "",
     train_transform: str = "",
     val_transform: str = "",
     augment: str = "",
     trust_run_code: bool = False,
-) -> dict[str, Any]:
+) -> Result:
     """Check a run's hashes, and make random micro-batches again to compare them.
 
     A run records them with train.log "digest", your own loop with raypipe.loader(…, log_digest=True). The exit
@@ -86,7 +86,7 @@ def audit(
     }
 
 
-def print_audit(result: dict[str, Any]) -> None:
+def print_audit(result: Result) -> None:
     """Print what was checked, each finding, and the verdict."""
     rows = told(result, "run_dir", "epochs", "findings", "differences", "ok")
     epochs = result["epochs"].values()
@@ -102,7 +102,7 @@ def print_audit(result: dict[str, Any]) -> None:
     print(_verdict(result))
 
 
-def _verdict(result: dict[str, Any]) -> str:
+def _verdict(result: Result) -> str:
     num = len(result["findings"])
     if num:
         return f"{num} finding{'s' if num > 1 else ''}"

@@ -22,10 +22,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+import raypipe
 from raypipe.config import (
     AtLeast1,
     PlanConfig,
@@ -37,12 +38,9 @@ from raypipe.config import (
 from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
 from raypipe.packages import versions
-from raypipe.printing import print_table
+from raypipe.printing import Result, print_table, told
 from raypipe.stores import Store
 from raypipe.transform.transform_steps import brief
-
-if TYPE_CHECKING:
-    from raypipe.transform.fields import MicroBatch
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -62,7 +60,7 @@ def bench(
     images_per_s: float = 0.0,
     core_hour_price: float = 0.0,
     gb_price: float = 0.0,
-) -> dict[str, Any]:
+) -> Result:
     """Measure the stream against the ceiling of this machine.
 
     In a submitted job it is the ceiling of the cluster.
@@ -76,71 +74,60 @@ def bench(
             pool.max_actors processes (0 = one per CPU).
         seconds: how long to measure each stream.
         repeats: how often to measure; the result is the medians.
-        images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
+        images_per_s: a rate of all GPUs together, for which to compute CPUs, 15 % to spare, and network; 0 =
+            none.
         core_hour_price: dollars for a CPU core for an hour, to compute dollars per million images.
         gb_price: dollars for a gigabyte that CPU nodes send to trainers, for the same.
     """
     from raypipe.streaming.opening import open_train
 
     opened = open_train(run)
-    actors = run.pool.max_actors or _cpus_here()
+    actors = run.pool.max_actors or num_cpus()
+    if _on_cluster() and not run.pool.max_actors:
+        import ray
+
+        raypipe.connect()
+        actors = max(1, int(ray.available_resources().get("CPU", 0.0)))
     config = run.transform
     pool = dataclasses.replace(
         run.pool, engine="ray", min_actors=actors, max_actors=actors
     )
     micro_batch = min(run.plan.micro_batch_size, len(opened))
+    of_ceiling = (opened, config, pool, micro_batch, seconds / 2)
+    before = ceiling(*of_ceiling)
     measured = []
     for _ in range(repeats):
-        before = ceiling(opened, config, pool, micro_batch, seconds / 2)
-        stream = stream_once(
-            opened, config, pool, micro_batch, seconds, before["images_per_s"]
-        )
-        measured.append(
-            compared(
-                before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)
-            )
-        )
-    figures: dict[str, Any] = summary(measured)
+        guess = before["images_per_s"]
+        stream = stream_once(opened, config, pool, micro_batch, seconds, guess)
+        after = ceiling(*of_ceiling)
+        measured.append(compared(before, stream, after))
+        before = after
+    figures: Result = summary(measured)
     figures |= {
         "store": opened.address,
         "transform": config.train,
         "size": config.size,
         "actors": actors,
+        "micro_batch": micro_batch,
+        "cpus": num_cpus(),
+        "versions": versions(),
     }
-    figures |= {"micro_batch": micro_batch, "cpus": num_cpus(), "versions": versions()}
     figures |= costs(figures, pool.cpus_per_actor, core_hour_price, gb_price)
     if images_per_s:
-        figures["wanted_images_per_s"] = images_per_s
-        figures["cpus_needed"] = cpus_needed(figures, images_per_s, pool.cpus_per_actor)
+        figures |= needs(figures, images_per_s, pool.cpus_per_actor)
     return figures
 
 
-def print_bench(figures: dict[str, Any]) -> None:
-    """Print the result of `bench` in a table and in sentences."""
-    rows = figures | {"transform": brief(figures["transform"])}
-    print_table(
-        rows.pop("store"),
-        {name: value for name, value in rows.items() if name != "versions"},
-    )
+def print_bench(figures: Result) -> None:
+    """Print the result of `bench` in a table, and what it means."""
+    rows = told(figures, "store", "versions")
+    rows["transform"] = brief(figures["transform"])
+    print_table(figures["store"], rows)
     print(verdict(figures, figures["actors"]))
-    print(
-        f"torch.utils.benchmark: next(loader) takes {figures['torch_ms_per_batch']:.2f} ms for "
-        f"{figures['micro_batch']} images, {figures['torch_images_per_s']:,.0f} images/s: "
-        f"{figures['torch_images_per_s'] / figures['stream_images_per_s']:.2f} of the stream's rate."
-    )
-    if rate := figures.get("wanted_images_per_s"):
-        read, sent = (
-            rate / 1e6 * 8 * figures[f"{way}_gb_per_million"]
-            for way in ("read", "sent")
-        )
-        print(
-            f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
-            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of images."
-        )
 
 
 def costs(
-    figures: dict[str, Any],
+    figures: Result,
     cpus_per_actor: float,
     core_hour_price: float,
     gb_price: float,
@@ -174,26 +161,17 @@ def verdict(figures: Figures, actors: int) -> str:
     return text
 
 
-def cpus_needed(
-    figures: dict[str, Any], images_per_s: float, cpus_per_actor: float
-) -> int:
-    """The CPUs that a rate and some headroom need, of actors as fast as the measured ones."""
+def needs(figures: Result, images_per_s: float, cpus_per_actor: float) -> Figures:
+    """CPUs for a rate and some headroom, of actors as fast as the measured ones, and what they read and send."""
     per_actor = figures["stream_images_per_s"] / figures["actors"]
-    return math.ceil(
-        math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor
-    )
-
-
-def _cpus_here() -> int:
-    """Free CPUs of the cluster that a job was submitted to, or those of this process."""
-    if not _on_cluster():
-        return num_cpus()
-    import ray
-
-    from raypipe.rayext.cluster import connect
-
-    connect()
-    return max(1, int(ray.available_resources().get("CPU", 0.0)))
+    actors = math.ceil(images_per_s * (1 + _HEADROOM) / per_actor)
+    gbit_of_gb = images_per_s / 1e6 * 8
+    return {
+        "wanted_images_per_s": images_per_s,
+        "cpus_needed": math.ceil(actors * cpus_per_actor),
+        "read_gbit_per_s": gbit_of_gb * figures["read_gb_per_million"],
+        "sent_gbit_per_s": gbit_of_gb * figures["sent_gb_per_million"],
+    }
 
 
 def _on_cluster() -> bool:
@@ -218,29 +196,25 @@ def ceiling(
         `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
     """
     arguments = store, transform, pool.kernel_threads, micro_batch, seconds
-    processes = pool.max_actors
+    processes = range(pool.max_actors)
     if _on_cluster():
         import ray
 
-        from raypipe.rayext.cluster import connect
         from raypipe.rayext.placement import placement
 
-        connect()
-        task: Any = ray.remote(_alone).options(
-            num_cpus=pool.cpus_per_actor, **placement()
-        )
-        costs = ray.get([task.remote(*arguments) for _ in range(processes)])
+        raypipe.connect()
+        task: Any = ray.remote(num_cpus=pool.cpus_per_actor, **placement())(_alone)
+        costs = ray.get([task.remote(*arguments) for _ in processes])
     else:
-        with ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn")
-        ) as executor:
-            running = [executor.submit(_alone, *arguments) for _ in range(processes)]
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(len(processes), spawn) as executor:
+            running = [executor.submit(_alone, *arguments) for _ in processes]
             costs = [future.result() for future in running]
     mean = {
         name: statistics.fmean(measures[name] for measures in costs)
         for name in costs[0]
     }
-    return mean | {"images_per_s": mean["images_per_s"] * processes}
+    return mean | {"images_per_s": mean["images_per_s"] * len(processes)}
 
 
 def _alone(
@@ -259,19 +233,16 @@ def _alone(
 
     use_one_thread()  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
+    kept = np.arange(min(len(store), _CEILING_IMAGES))
     began_cpu = time.process_time()
-    encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))[
-        "image"
-    ]
+    encoded = store.read(kept, ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
     maker = SampleMaker(transform.train, transform, threads=threads)
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
         """Make a micro-batch of the images from number `first` on, beginning again at their end."""
-        keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(
-            np.uint64
-        )
+        keys = np.stack([first + indices, 0 * indices], axis=1).astype(np.uint64)
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
         maker.make(of_images(images), keys)
 
@@ -305,14 +276,14 @@ def stream_once(
 
     Returns:
         `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;
-        `micro_batch_bytes`, of the images of one micro-batch, as they travel; and `torch_ms_per_batch` and
+        `micro_batch_bytes`, of one micro-batch, as it travels; and `torch_ms_per_batch` and
         `torch_images_per_s`, of `next` by torch.utils.benchmark. Blocks bring several batches at once, so most
         calls take no time, and a few all of it: the timer is asked for the mean of one long run.
     """
     from torch.utils.benchmark import Timer
 
-    import raypipe
     from raypipe.streaming.maker import MicroBatchMaker
+    from raypipe.streaming.row import block_row
 
     label = "label" if "label" in store.schema.names else ""
     spec = raypipe.open_stream(
@@ -347,25 +318,14 @@ def stream_once(
 
         ray.shutdown()  # the ceiling needs its CPUs
     place = next(spec.plan.micro_batches(spec.plan.start()))
+    row = block_row([MicroBatchMaker(spec).batch(place)])
     return {
         "images_per_s": images_per_s,
         "first_batch_s": arrivals[0][0] - started,
-        "micro_batch_bytes": _image_bytes(MicroBatchMaker(spec).batch(place)),
+        "micro_batch_bytes": sum(array.nbytes for array in row.values()),
         "torch_ms_per_batch": taken.mean * 1000,
         "torch_images_per_s": micro_batch / taken.mean,
     }
-
-
-def _image_bytes(batch: MicroBatch) -> int:
-    """Return the bytes of a micro-batch's images, or of its encoded ones if the device decodes."""
-    from raypipe.transform.encoded_map import DATA, MAP
-    from raypipe.transform.fields import Ragged, images_in
-
-    arrays = batch.arrays()
-    encoded = batch.fields.get(DATA)
-    if isinstance(encoded, Ragged):
-        return encoded.values.nbytes + arrays[MAP].nbytes
-    return sum(array.nbytes for array in images_in(arrays).values())
 
 
 def steady(batches: Sequence[tuple[float, int]]) -> float:
@@ -390,17 +350,14 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
         "stream_images_per_s": per_s,
         "ratio": per_s / limit,
     }
-    return (
-        figures
-        | {name: value for name, value in stream.items() if name != "images_per_s"}
-        | around
-    )
+    figures |= stream | around
+    del figures["images_per_s"]
+    return figures
 
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    medians = {
+    return {
         name: statistics.median(measures[name] for measures in measured)
         for name in measured[0]
     }
-    return medians | {"micro_batch_bytes": int(medians["micro_batch_bytes"])}

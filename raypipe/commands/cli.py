@@ -19,7 +19,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import raypipe
 from raypipe.commands import (
@@ -44,7 +43,7 @@ from raypipe.errors import NoRoomError, RaypipeError, without_credentials
 from raypipe.launch.interrupts import Stopped
 from raypipe.logs import is_json, print_any_letter
 from raypipe.packages import installed_version
-from raypipe.printing import print_table
+from raypipe.printing import Result, print_table
 from raypipe.progress import spared_output
 
 _END_S = 20.0  # limit for the end of Ray after an error or a signal
@@ -54,13 +53,14 @@ _TELL_LEAKS = {"jaxlib", "triton"}
 logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
 
-def print_result(result: dict[str, Any]) -> None:
+def print_result(result: Result) -> None:
     """Print a result as a table; the heading is its store or the folder of its run."""
     rows = dict(result)
     print_table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
 
 
-GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
+Command = Callable[..., Result]
+GROUPS: dict[str, dict[str, Command]] = {
     "Run": {
         "train": training.train,
         "status": status.status,
@@ -87,7 +87,7 @@ COMMANDS = {
     name: command for commands in GROUPS.values() for name, command in commands.items()
 }
 # The text of results that are more than a table.
-_PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
+_PRINTED: dict[str, Callable[[Result], None]] = {
     "status": status.print_status,
     "replay": replays.print_replay,
     "verify": verify.print_verified,
@@ -121,10 +121,7 @@ def main(args: list[str] | None = None) -> None:
                 "`raypipe --help` lists the commands",
             )
         arguments = [word for word in words[1:] if word != "--json"]
-        if "--json" in words:
-            show = None
-        else:
-            show = _PRINTED.get(name, print_result)
+        show = None if "--json" in words else _PRINTED.get(name, print_result)
         _finish(
             lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], arguments)),
             show,
@@ -134,7 +131,7 @@ def main(args: list[str] | None = None) -> None:
         print(text, end="")
 
 
-def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
+def run_job(job: Command, doc: str | None) -> None:
     """Run a script of jobs/ like a command: its arguments are parsed, and its result is shown."""
     print_any_letter()
     args = [word for word in sys.argv[1:] if word != "--json"]
@@ -168,8 +165,8 @@ def overview() -> str:
 
 
 def _finish(
-    command: Callable[[], dict[str, Any]],
-    show: Callable[[dict[str, Any]], None] | None = None,
+    command: Callable[[], Result],
+    show: Callable[[Result], None] | None = None,
     is_run: bool = False,
 ) -> None:
     """Run a command, show its result (as text, in a terminal and if `show` is given), and exit with its code.
@@ -189,24 +186,16 @@ def _finish(
                 print(json.dumps(result))
         if code:
             sys.exit(code)
-    except RaypipeError as error:
-        text = str(error)
-        if is_run and isinstance(error, NoRoomError):
+    except (RaypipeError, Stopped, KeyboardInterrupt) as error:
+        text = str(error) if isinstance(error, RaypipeError) else ""
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        may_go_on = is_run and isinstance(error, NoRoomError)
+        if may_go_on or isinstance(error, Stopped):
             code = os.EX_TEMPFAIL
-        else:
-            code = 1
-        with _ending(code, lambda: _tell(text)):
+        with _ending(code, text):
             _shutdown()
         _tell(text)
         sys.exit(code)
-    except Stopped:
-        with _ending(os.EX_TEMPFAIL):
-            _shutdown()
-        sys.exit(os.EX_TEMPFAIL)
-    except KeyboardInterrupt:
-        with _ending(130):
-            _shutdown()
-        sys.exit(130)
 
 
 def _leave_objects() -> None:
@@ -216,22 +205,22 @@ def _leave_objects() -> None:
 
 
 def _tell(error: str) -> None:
-    if is_json():
+    if error and is_json():
         logger.error("%s", without_credentials(error))
-    else:
+    elif error:
         sys.stderr.write(error_text(error))
 
 
 @contextlib.contextmanager
-def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _ending(code: int, error: str) -> Iterator[None]:
     """Context manager for an end by an error or a signal; exits the process if Ray hangs, as without a head.
 
     Args:
-        tell: prints the error before that.
+        error: printed before that; empty = none.
     """
 
     def leave() -> None:
-        tell()
+        _tell(error)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)
@@ -245,7 +234,7 @@ def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None
         timer.cancel()
 
 
-def _code_of(result: dict[str, Any]) -> int:
+def _code_of(result: Result) -> int:
     if result.get("equal") is False or result.get("ok") is False:
         return 1
     return os.EX_TEMPFAIL if result.get("stopped") else os.EX_OK

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypipe.config import RunConfig
 from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.printing import print_table, told
+from raypipe.printing import Result, print_table, told
 
 if TYPE_CHECKING:
     from raypipe.plan.places import Cursor
@@ -27,7 +27,7 @@ def digest(
     to_step: int = 0,
     output: str = "",
     compare: str = "",
-) -> dict[str, Any]:
+) -> Result:
     """Hash a stream: index, label and pixels of every micro-batch.
 
     Examples:
@@ -67,7 +67,7 @@ def digest(
     )
     micro_batches = {each.name: each.digest.hex() for each in hashed}
     made = digesting.Digests(settings, micro_batches)
-    result: dict[str, Any] = {
+    result: Result = {
         "store": spec.stores["train"].address,
         "digest": combine(each.digest for each in hashed),
         "samples": sum(each.num_samples for each in hashed),
@@ -106,7 +106,7 @@ def _hashed(
     return list(iterate_digests(spec.plan, cursor, ranks)), max_actors
 
 
-def print_digests(result: dict[str, Any]) -> None:
+def print_digests(result: Result) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
     print_table(result.get("store", "comparison"), told(result, "store"))
     if "equal" not in result:

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from raypipe.packages import DISTRIBUTION
+from raypipe.printing import Result
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
@@ -26,7 +26,7 @@ _RAY_PROGRAM = """import ray; from raypipe.rayext import allocation, cluster; cl
 print(ray.get(ray.remote(num_cpus=0)(allocation.cluster_resources).remote(), timeout=90))"""
 
 
-def doctor(*, ray: bool = True) -> dict[str, Any]:
+def doctor(*, ray: bool = True) -> Result:
     """Check this machine: packages, decoders, torch, CUDA, limits, Ray.
 
     Exit code 1 if a check fails.
@@ -48,7 +48,7 @@ def doctor(*, ray: bool = True) -> dict[str, Any]:
     return {"ok": all(check["status"] != "fail" for check in checks), "checks": checks}
 
 
-def print_checks(result: dict[str, Any]) -> None:
+def print_checks(result: Result) -> None:
     """Print the result of `doctor`, a line for each check and one for each remedy."""
     for check in result["checks"]:
         print(f"{check['status']:4} {check['name']:10} {check['found']}")

@@ -6,10 +6,11 @@ others are positional. Its docstring is the help: the part before `Args:`, and t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import inspect
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,6 @@ _PLACES = {
 }
 # Words for values that say more than the name of the parameter.
 _VALUES = {"target": "STORE", "folder": "RUN", "output": "FILE", "compare": "FILE"}
-_CONFIG = ("--config FILE", "YAML file with any settings of a run; may be repeated")
 # Settings as other programs call them: the last part of the name → the setting.
 _ELSEWHERE = {
     "batch_size": "plan.micro_batch_size",
@@ -44,10 +44,6 @@ _ELSEWHERE = {
     "output_dir": "storage_path",
     "workers": "train.num_workers",
 }
-_GENERAL = [
-    ("--json", "print one JSON object, as in a pipe, instead of text"),
-    ("-h, --help", "show this help"),
-]
 _WIDTH = 88
 _INDENT = 24  # columns of help, and those before the text of an option
 
@@ -64,33 +60,29 @@ class Parser:
     def __init__(
         self, name: str, command: Callable[..., Any], doc: str | None = None
     ) -> None:
-        if name:
-            self.prog = f"raypipe {name}"
-        else:
-            self.prog = sys.argv[0].rpartition("/")[2]
-        self._about = (
-            (doc or inspect.getdoc(command) or "").partition("\n\nArgs:")[0].strip()
-        )
+        self.prog = f"raypipe {name}" if name else Path(sys.argv[0]).name
+        text = doc or inspect.getdoc(command) or ""
+        self._about = text.partition("\n\nArgs:")[0].strip()
         kinds = get_type_hints(command, include_extras=True)
         about = _PLACES | texts_of(command)
         self.places: dict[str, Setting] = {}
         self.options: dict[str, Setting] = {}
-        for key, parameter in inspect.signature(command).parameters.items():
-            if key != "run":
-                if parameter.kind is parameter.KEYWORD_ONLY:
-                    kept = self.options
-                else:
-                    kept = self.places
-                kept[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
-        self.takes_run = "run" in kinds
+        parameters = dict(inspect.signature(command).parameters)
+        self.takes_run = bool(parameters.pop("run", None))
+        for key, parameter in parameters.items():
+            is_option = parameter.kind is parameter.KEYWORD_ONLY
+            kept = self.options if is_option else self.places
+            kept[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
         self._about_run = about.get("run", "")
         self.known = self.options | (settings_of(RunConfig) if self.takes_run else {})
-        required = (
-            (_value(key), s.default is inspect.Parameter.empty)
-            for key, s in self.places.items()
-        )
+        self._required = {
+            key
+            for key, setting in self.places.items()
+            if setting.default is inspect.Parameter.empty
+        }
         places = (
-            value if is_required else f"[{value}]" for value, is_required in required
+            _value(key) if key in self._required else f"[{_value(key)}]"
+            for key in self.places
         )
         self.usage = " ".join([self.prog, *places, "[--OPTION VALUE …]"])
 
@@ -106,9 +98,8 @@ class Parser:
                 with printing():
                     print(self.format_help(), end="")
                 sys.exit(0)
-            option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition(
-                "="
-            )
+            option, equals, text = word.partition("=")
+            option = "--output" if option == "-o" else option
             if not option.startswith("--"):
                 if not places:
                     fail(
@@ -117,11 +108,10 @@ class Parser:
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
-            if not equals:
-                switch = self._switch(key, words)
-                if switch:
-                    texts |= switch
-                    continue
+            switch = {} if equals else self._switch(key, words)
+            if switch:
+                texts |= switch
+                continue
             is_config = self.takes_run and key == "config"
             if key not in self.known and not is_config:
                 self._fail_unknown(key)
@@ -133,10 +123,9 @@ class Parser:
                 configs.append(text)
             else:
                 texts[key] = text
-        if missing := [
-            key for key in places if self.places[key].default is inspect.Parameter.empty
-        ]:
-            fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
+        missing = [_value(key) for key in places if key in self._required]
+        if missing:
+            fail(f"missing: {', '.join(missing)}", self.usage)
         return texts, configs
 
     def _switch(self, key: str, words: list[str]) -> dict[str, str]:
@@ -161,12 +150,8 @@ class Parser:
 
     def _instead(self, word: str) -> str:
         """Return the advice about an unexpected word, if it looks like the address of a store."""
-        is_store = (
-            "://" in word
-            or word.endswith((".lmdb", ".parquet", ".tar"))
-            or Path(word).exists()
-        )
-        if "store.train" not in self.known or not is_store:
+        is_store = "://" in word or Path(word).suffix or Path(word).exists()
+        if not (self.takes_run and is_store):
             return ""
         return f": if it is the training store, write --store.train {word}"
 
@@ -176,19 +161,34 @@ class Parser:
 
     def format_help(self) -> str:
         """The help: usage, description with examples, arguments, options, and where the settings are."""
-        rows = [(_value(key), setting.about) for key, setting in self.places.items()]
-        options = [_row(key, setting) for key, setting in self.options.items()]
-        parts = [f"usage: {self.usage}\n", *map(_wrapped, self._about.split("\n\n"))]
-        parts += [_block("Arguments", rows)] if rows else []
-        parts += [_block("Options", options + [_CONFIG] * self.takes_run + _GENERAL)]
+        epilog = (
+            "Settings of a run are options too, such as --plan.epochs 90. `raypipe help settings [PATTERN]` "
+            f"explains them. {self._about_run}"
+        )
+        form = argparse.ArgumentParser(
+            usage=self.usage,
+            description="\n".join(map(_wrapped, self._about.split("\n\n"))),
+            epilog=_wrapped(epilog) if self.takes_run else "",
+            add_help=False,
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter,
+                max_help_position=_INDENT,
+                width=_WIDTH + 2,
+            ),
+        )
+        places = form.add_argument_group("Arguments")
+        for key, setting in self.places.items():
+            places.add_argument(_value(key), help=setting.about.removesuffix("."))
+        options = form.add_argument_group("Options")
+        for key, setting in self.options.items():
+            _add_option(options, key, setting)
         if self.takes_run:
-            text = "Settings of a run are options too, such as --plan.epochs 90. "
-            parts.append(
-                _wrapped(
-                    f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"
-                )
-            )
-        return "\n".join(parts)
+            about = "YAML file with any settings of a run; may be repeated"
+            options.add_argument("--config", metavar="FILE", help=about)
+        about = "print one JSON object, as in a pipe, instead of text"
+        options.add_argument("--json", action="store_true", help=about)
+        options.add_argument("-h", "--help", action="help", help="show this help")
+        return form.format_help()
 
 
 def meant(name: str, names: Iterable[str]) -> str:
@@ -201,10 +201,8 @@ def meant(name: str, names: Iterable[str]) -> str:
         return did_you_mean([repr(means)])
     if end in by_end:
         return did_you_mean([repr(by_end[end])])
-    near = [
-        by_end[close] for close in get_close_matches(end, by_end, 1)
-    ] or get_close_matches(name, names, 1)
-    return did_you_mean(map(repr, near))
+    near = [by_end[close] for close in get_close_matches(end, by_end, 1)]
+    return did_you_mean(map(repr, near or get_close_matches(name, names, 1)))
 
 
 @contextlib.contextmanager
@@ -236,12 +234,8 @@ def error_text(message: str, tip: str = "") -> str:
     """An error for people, without credentials: its text, and a second line with a tip."""
     text, _, near = message.partition(DID_YOU_MEAN)
     tip = f"did you mean {near}" if near else tip
-    return (
-        printable(
-            without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))
-        )
-        + "\n"
-    )
+    text += f"\n  tip: {tip}" if tip else ""
+    return printable(without_credentials(f"error: {text}")) + "\n"
 
 
 def settings_text(pattern: str = "") -> str:
@@ -251,14 +245,9 @@ def settings_text(pattern: str = "") -> str:
     lines = []
     for key, (kind, default, about) in settings.items():
         if text in key:
-            if default not in ("", [], {}):
-                shown = f", default {default!r}"
-            else:
-                shown = ""
+            shown = "" if default in ("", [], {}) else f", default {default!r}"
             lines.append(f"{key}  ({expected(kind)}{shown})")
-            lines += textwrap.wrap(
-                about, _WIDTH, initial_indent="    ", subsequent_indent="    "
-            )
+            lines += [f"    {line}" for line in textwrap.wrap(about, _WIDTH - 4)]
     if not lines:
         fail(
             f"no setting has {pattern!r} in its name{meant(text, settings)}",
@@ -267,22 +256,21 @@ def settings_text(pattern: str = "") -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _row(key: str, setting: Setting) -> tuple[str, str]:
-    """An option and its text."""
+def _add_option(options: Any, key: str, setting: Setting) -> None:
+    """Add an option of a command to its help."""
     kind, default, about = setting._replace(about=setting.about.removesuffix("."))
-    option = f"--{key.replace('_', '-')}"
+    name = key.replace("_", "-")
+    names = ["-o"] if key == "output" else []
+    names.append(f"--{name}")
+    value: dict[str, Any] = {"metavar": {int: "N", float: "X"}.get(kind, _value(key))}
     if kind is bool:
-        return f"{option}, --no-{option[2:]}" if default else option, about
-    values = {int: "N", float: "X"}.get(kind, _value(key))
+        value = {"action": "store_true"}
+        names += [f"--no-{name}"] if default else []
+    elif default:  # the meaning of 0 and of empty is in the text
+        about += f" (default: {default})"
     if get_origin(kind) is Literal:
-        values = f"{{{','.join(get_args(kind))}}}"
-    if default:  # the meaning of 0 and of empty is in the text
-        if isinstance(default, float):
-            shown = f"{default:g}"
-        else:
-            shown = default
-        about = f"{about} (default: {shown})"
-    return f"{'-o, ' if key == 'output' else ''}{option} {values}", about
+        value = {"choices": get_args(kind)}
+    options.add_argument(*names, help=about.replace("%", "%%"), **value)
 
 
 def _value(key: str) -> str:
@@ -291,17 +279,6 @@ def _value(key: str) -> str:
 
 def _wrapped(paragraph: str) -> str:
     """Fill the lines of a paragraph; one with indented commands stays as it is."""
-    return (
-        paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)
-    ) + "\n"
-
-
-def _block(title: str, rows: list[tuple[str, str]]) -> str:
-    """Names and texts in two columns, under a title."""
-    lines = [f"{title}:"]
-    for name, text in rows:
-        wrapped = textwrap.wrap(text.removesuffix("."), _WIDTH - _INDENT)
-        first = f"  {name}".ljust(_INDENT)
-        lines += [first + wrapped.pop(0)] if len(first) == _INDENT else [first]
-        lines += [" " * _INDENT + line for line in wrapped]
-    return "\n".join(lines) + "\n"
+    if "\n " in f"\n{paragraph}":
+        return f"{paragraph}\n"
+    return f"{textwrap.fill(paragraph, _WIDTH)}\n"

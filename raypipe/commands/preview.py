@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from raypipe.commands.picture import draw_tiles, save_picture
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
+from raypipe.printing import Result
 from raypipe.stores.base import Store
 from raypipe.transform.transform_steps import brief
 
@@ -29,7 +30,7 @@ def draw_preview(
     show_epochs: int = 3,
     samples: int = 6,
     indices: list[int] = [],  # noqa: B006  no code changes it
-) -> dict[str, Any]:
+) -> Result:
     """Draw samples as a run feeds them: transformed, augmented, mixed.
 
     Examples:
@@ -80,7 +81,7 @@ def preview(
     epochs: int = 3,
     samples: int = 6,
     indices: list[int] | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Write a picture of a stream's training samples, as PNG; the values of its columns are in the captions.
 
     Args:
@@ -165,14 +166,11 @@ def _first_of(plan: Plan, num: int) -> list[int]:
 
 
 def _on_device(augment: AugmentConfig) -> str:
-    mixing = dict(zip(("MixUp", "CutMix"), augment.mix_alphas, strict=True))
-    module = augment.module
-    if not isinstance(module, str):
-        module = type(module).__name__
-    named = [augment.preset, *(entry["op"] for entry in augment.ops), module]
-    return ", ".join(
-        filter(
-            None,
-            [*named, *(f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha)],
-        )
+    """Return the settings of the augmentation that are not the defaults."""
+    defaults = vars(AugmentConfig())
+    given = (
+        f"{name} {value}"
+        for name, value in vars(augment).items()
+        if value != defaults[name]
     )
+    return ", ".join(given) or "normalized"

@@ -9,7 +9,6 @@ has the sample in that epoch, so an augmented tile shows exactly the input of th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +18,10 @@ import torch
 
 from raypipe.commands.picture import Tile
 from raypipe.config import AugmentConfig
-from raypipe.device.prefetcher import Batch
+from raypipe.device.mixing import Mix
 from raypipe.errors import SampleError
-from raypipe.history.step_maker import Remade, StepMaker
-from raypipe.plan.places import MicroBatchId
+from raypipe.history.step_maker import Remade, StepMaker, crops_of
+from raypipe.plan.places import SamplePlace
 from raypipe.plan.schedule import Plan
 from raypipe.transform.decode.array import as_rgb, decoder_of
 from raypipe.transform.decode.rgb import stored_bytes
@@ -56,25 +55,29 @@ class Preview:
         self, indices: list[int], epochs: list[int]
     ) -> tuple[list[list[Tile]], list[str]]:
         """A row of tiles per sample, and the names of the columns of one epoch."""
-        rows = [[self._decoded(index)] for index in indices]
+        drawn: dict[tuple[int, int], list[Tile]] = {}
         names = [""]
-        for number, epoch in enumerate(epochs):
-            drawn = defaultdict(list)
-            for row, (place, there) in zip(
-                rows, find_draws(self.plan, epoch, indices), strict=True
-            ):
-                if place is None:
-                    row.append(Tile(None, (), "not drawn in this epoch"))
-                else:
-                    drawn[place].append((row, there))
+        for epoch in epochs:
+            draws = find_draws(self.plan, epoch, indices)
             # each micro-batch once, and one at a time
-            for place, samples in drawn.items():
+            for place in dict.fromkeys(draw.micro_batch for draw in draws.values()):
+                there = {
+                    index: draw.row
+                    for index, draw in draws.items()
+                    if draw.micro_batch == place
+                }
                 remade = Remade(self.maker, place)
-                made, names = self.of_micro_batch(remade, [at for _, at in samples])
-                for (row, _), tiles in zip(samples, made, strict=True):
-                    row += tiles
-            for row in rows:
-                row += [Tile(None)] * (1 + (number + 1) * len(names) - len(row))
+                made, names = self.of_micro_batch(remade, [*there.values()])
+                for index, tiles in zip(there, made, strict=True):
+                    drawn[epoch, index] = tiles
+        absent = [Tile(None, (), "not drawn in this epoch")]
+        absent += [Tile(None)] * (len(names) - 1)
+        rows = []
+        for index in indices:
+            row = [self._decoded(index)]
+            for epoch in epochs:
+                row += drawn.get((epoch, index), absent)
+            rows.append(row)
         return rows, names
 
     def of_micro_batch(
@@ -92,7 +95,8 @@ class Preview:
         arrived = remade.arrived
         fed = remade.finished
         if arrived.views:
-            return self._crops(fed), {}
+            crops = crops_of(fed).items()
+            return {name: _shown(crop, self._normalization) for name, crop in crops}, {}
         moved = {name: fed.fields[name].numpy() for name in self._targets}
         ending = self.maker.spec.endings.get("train")
         by_cpu = ending if ending and not ending.on_device else None
@@ -101,17 +105,6 @@ class Preview:
             # else the model sees what the CPU made
             images["augmented"] = _shown(fed.image, self._normalization)
         return images, moved
-
-    def _crops(self, fed: Batch) -> dict[str, np.ndarray]:
-        """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""
-        images: dict[str, np.ndarray] = {}
-        for name, view in fed.views.items():
-            if view.ndim == 4:
-                images[name] = _shown(view, self._normalization)
-                continue
-            for number, crop in enumerate(view.unbind(1)):
-                images[f"{name} {number}"] = _shown(crop, self._normalization)
-        return images
 
     @property
     def _normalization(self) -> AugmentConfig | Ending | None:
@@ -157,31 +150,30 @@ class Preview:
     ) -> list[Tile]:
         """The tiles of a sample in an epoch; the last one has the targets that a module has moved with it."""
         batch = remade.host
-        mixed = remade.finished.mix
-        # Copies: a view would keep its whole micro-batch in memory.
-        targets: dict[str, Any] = {
-            name: batch[name][row].copy() for name in self._targets
-        }
+        # copies: a view would keep its whole micro-batch in memory
+        targets = {name: batch[name][row].copy() for name in self._targets}
         tiles = [
             Tile(as_rgb(image[row]).copy(), targets=targets)
             for image in images.values()
         ]
         tiles[0] = replace(tiles[0], lines=self._place(batch, row))
         if not remade.arrived.views:
-            label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
-            if mixed is not None:
-                kind = "CutMix" if mixed.is_cutmix else "MixUp"
-                mixed_class = self._class(mixed.target[row].numpy())
-                lam = mixed.lam
-                if isinstance(lam, torch.Tensor):
-                    lam = float(lam[row])
-                label = (
-                    f"{kind}: {lam:.2f} {label[1]}",
-                    f"+ {1 - lam:.2f} {mixed_class}",
-                )
+            lines = self._mixed(remade.finished.mix, batch[LABEL][row], row)
             last = {name: values[row].copy() for name, values in moved.items()}
-            tiles[-1] = replace(tiles[-1], lines=label, targets=last)
+            tiles[-1] = replace(tiles[-1], lines=lines, targets=last)
         return tiles
+
+    def _mixed(self, mix: Mix | None, label: Any, row: int) -> tuple[str, str]:
+        """Lines that give a row's own target, and the one that is mixed in."""
+        own = self._class(label)
+        if mix is None:
+            return "not mixed", own
+        kind = "CutMix" if mix.is_cutmix else "MixUp"
+        lam = mix.lam
+        if isinstance(lam, torch.Tensor):
+            lam = float(lam[row])
+        other = self._class(mix.target[row].numpy())
+        return f"{kind}: {lam:.2f} {own}", f"+ {1 - lam:.2f} {other}"
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
         """Lines that give a row's place and its columns."""
@@ -232,11 +224,11 @@ def _short(value: Any) -> str:
 
 def find_draws(
     plan: Plan, epoch: int, indices: Sequence[int]
-) -> list[tuple[MicroBatchId | None, int]]:
-    """Find the first micro-batch of an epoch that draws each sample, and the row there; None = none does."""
-    draws: dict[int, tuple[MicroBatchId | None, int]] = {}
+) -> dict[int, SamplePlace]:
+    """Find the first place of an epoch that draws each sample; those that it leaves out are missing."""
+    draws: dict[int, SamplePlace] = {}
     for index, place in plan.places_of(indices, "train", [epoch]):
-        draws.setdefault(index, (place.micro_batch, place.row))
+        draws.setdefault(index, place)
         if len(draws) == len(set(indices)):
             break
-    return [draws.get(index, (None, 0)) for index in indices]
+    return draws

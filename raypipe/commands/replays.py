@@ -9,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypipe.config import ByStore
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.printing import print_rows, print_table, told
+from raypipe.printing import Result, print_rows, print_table, told
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
@@ -37,14 +38,14 @@ def replay_steps(
     micro: int | None = None,
     output: str = "replay.png",
     compare: str = "",
-    train: str | dict[str, str] = "",
+    train: ByStore = "",
     val: str = "",
     train_transform: str = "",
     val_transform: str = "",
     augment: str = "",
     anyway: bool = False,
     trust_run_code: bool = False,
-) -> dict[str, Any]:
+) -> Result:
     """Show the samples of a step of a run, and its images.
 
     The images are shown as the CPU made them, and as the model saw them after the augmentation on the device.
@@ -82,7 +83,7 @@ def replay_steps(
         augment=augment,
     )
     replay = Replay(folder, trust_run_code, anyway, **given)
-    result: dict[str, Any] = {"run_dir": folder, "differences": replay.differences}
+    result: Result = {"run_dir": folder, "differences": replay.differences}
     if compare:
         other = Replay(compare, trust_run_code, anyway, **given)
         result |= {"run_dir": replay.address, "with": other.address}
@@ -136,7 +137,7 @@ def _places(
     ]
 
 
-def _written(replay: Replay, places: list[MicroBatchId], output: str) -> dict[str, Any]:
+def _written(replay: Replay, places: list[MicroBatchId], output: str) -> Result:
     """Write the rows of micro-batches to a file of JSON lines."""
     num_rows = 0
     try:
@@ -171,9 +172,9 @@ def _tiles(
 def _picture(
     replay: Replay,
     places: list[MicroBatchId],
-    samples: list[dict[str, Any]],
+    samples: list[Result],
     output: str,
-) -> dict[str, Any]:
+) -> Result:
     """Write the picture of micro-batches, as far as it has room; say why if their pixels cannot be made."""
     if not output.endswith(".png") or not Path(output).parent.is_dir():
         raise ConfigError(
@@ -201,7 +202,7 @@ def _picture(
     return {"output": output, "pictured": len(groups)}
 
 
-def print_replay(result: dict[str, Any]) -> None:
+def print_replay(result: Result) -> None:
     """Print a table of samples, or where two runs part."""
     for sentence in result["differences"]:
         print(f"changed: {sentence}")
@@ -216,7 +217,7 @@ def print_replay(result: dict[str, Any]) -> None:
     print_table(heading, rows)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Result) -> list[str]:
     """The texts of a row's columns."""
     drawn = [_line(entry) for entry in (*row["drawn"], *row["augmented"])]
     if row["mixed"]:
@@ -232,7 +233,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [texts.get(name, str(row[name])) for name in _COLUMNS]
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _line(entry: Result) -> str:
     """An operation or a partner with its numbers, on one line."""
     values = {name: value for name, value in entry.items() if value is not None}
     texts = [values.pop("view", ""), values.pop("op")]
@@ -247,7 +248,7 @@ def _numbers(value: Any) -> str:
     return shown + (" …" if len(value) > _MAX_NUMBERS else "")
 
 
-def _label(row: dict[str, Any]) -> list[str]:
+def _label(row: Result) -> list[str]:
     """The label of a row and the name of its class, as far as there are any."""
     values = (row["label"], row["class"])
     return [*dict.fromkeys(str(value) for value in values if value is not None)]

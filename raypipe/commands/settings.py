@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
 from raypipe.errors import DAMAGE, ConfigError, StoreError
-from raypipe.importing import check_named_code, search_here
+from raypipe.importing import check_named_code, search_here, texts_in
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
@@ -30,12 +30,16 @@ _MAX_CONFIG_BYTES = 16 << 20
 _MAX_DEPTH = 100  # the steps of a transform are at most 32 deep, in lists and mappings
 
 
+Values = dict[str, Any]
+"""Settings by their whole names."""
+
+
 def parse_command(
     name: str,
     command: Callable[..., Any],
     args: list[str] | None = None,
     doc: str | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Parse the arguments of a command, by default the program's own; a job has a doc and no name.
 
     `target` is the training store. Unknown settings and values of a
@@ -57,7 +61,7 @@ def parse_command(
     } | run
 
 
-def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
+def _read(parser: Parser, args: list[str]) -> Values:
     """The settings that files and arguments give, by their whole names; an argument beats a file."""
     texts, configs = parser.read(args)
     contents = {file: read_text(file, _MAX_CONFIG_BYTES) for file in configs}
@@ -65,7 +69,7 @@ def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
         key: setting.kind for key, setting in (parser.places | parser.known).items()
     }
     try:
-        values: dict[str, Any] = {}
+        values: Values = {}
         for file, content in contents.items():
             values |= _flat(_loaded(content, file), parser)
         values |= {key: _from_text(text, kinds[key]) for key, text in texts.items()}
@@ -74,11 +78,9 @@ def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
         fail(str(error))
 
 
-def _flat(
-    values: Mapping[str, Any], parser: Parser, prefix: str = ""
-) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> Values:
     """Flatten the sections of a YAML file to whole names; ConfigError if one is unknown."""
-    settings: dict[str, Any] = {}
+    settings: Values = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key in parser.known:
@@ -141,7 +143,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _loaded(text: str, where: str) -> dict[str, Any]:
+def _loaded(text: str, where: str) -> Values:
     """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
@@ -163,7 +165,7 @@ def _from_text(text: str, kind: Any) -> Any:
     return value if fits(value, kind) or not fits(text, kind) else text
 
 
-def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
+def _with_base(given: Values, parser: Parser) -> Values:
     """Lay the user's values over the settings of a run that is resumed, or those of the digits."""
     from raypipe.launch.run_folder import folder_to_resume, read_config
 
@@ -236,35 +238,26 @@ def _normalizes(transform: Any) -> bool:
 def _settle_search(
     given: Mapping[str, Any], values: Mapping[str, Any], resume: str
 ) -> None:
-    """Settle whether this process, and those that it starts, find modules in the current folder."""
-    train = values["store.train"]
-    stores = train.values() if isinstance(train, dict) else (train,)
-    addresses = (
-        value
-        for key, value in given.items()
-        if isinstance(value, str) and "." not in key
-    )
-    _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
+    """Settle whether this process, and those that it starts, find modules in the current folder.
+
+    They find none where it is in a store or a run, or is one. `importing.import_name` reads the variable, as do
+    processes started from here: Ray's workers have the current folder in front of all others otherwise, and so has
+    `python -c`.
+    """
+    here = Path.cwd()
+    stores = [values["store.train"], values["store.val"]]
+    arguments = [value for key, value in given.items() if "." not in key]
+    for address in filter(None, texts_in([resume, stores, arguments])):
+        # opening it raises the error
+        with contextlib.suppress(ConfigError, OSError, ValueError):
+            if is_remote(address):
+                continue
+            folder = Path(open_filesystem(as_uri(address))[1])
+            if folder in (here, *here.parents):
+                os.environ["PYTHONSAFEPATH"] = "1"
     if any(
         ":" in str(value)
         for key, value in values.items()
         if key.startswith(("transform.", "augment."))
     ):
         search_here()  # before Ray starts workers, which may look in another folder
-
-
-def _close_here(addresses: Iterable[str]) -> None:
-    """Keep modules of the current folder from being imported where it is in a store or a run, or is one.
-
-    `importing.import_name` reads this variable, as do processes started from here: Ray's workers have the
-    current folder in front of all others otherwise, and so has `python -c`.
-    """
-    here = Path.cwd()
-    for address in addresses:
-        with contextlib.suppress(ConfigError, OSError, ValueError):
-            # opening it raises the error
-            if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (
-                here,
-                *here.parents,
-            ):
-                os.environ["PYTHONSAFEPATH"] = "1"

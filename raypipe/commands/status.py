@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told
-from raypipe.metrics.records import RECORDS, STATUS, read_records
-from raypipe.printing import print_table
+from raypipe.metrics.records import RECORDS, STATUS, Record, read_records
+from raypipe.printing import Result, print_table
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.storage.lease import holder
@@ -18,7 +17,7 @@ from raypipe.streaming.saving.checkpoints import newest_name
 _LATE = 4
 
 
-def stop(folder: str) -> dict[str, Any]:
+def stop(folder: str) -> Result:
     """Stop a run within seconds, with a checkpoint.
 
     `raypipe train --resume RUN` continues it. Your own loop stops if it asks `loader.should_checkpoint()`.
@@ -40,7 +39,7 @@ def stop(folder: str) -> dict[str, Any]:
     return {"run_dir": folder, "stop_requested": True}
 
 
-def status(folder: str) -> dict[str, Any]:
+def status(folder: str) -> Result:
     """Show the step of a run, its age, and the process that the run waits for.
 
     Examples:
@@ -76,7 +75,7 @@ def status(folder: str) -> dict[str, Any]:
     records = read_records(run_uri)
     error = read_error(run_uri)
     told = read_json(join_address(run_uri, STATUS))
-    run: dict[str, Any] = {
+    run: Result = {
         "run_dir": folder,
         "error": error,
         "held_by": held_by,
@@ -91,23 +90,19 @@ def status(folder: str) -> dict[str, Any]:
         run["faults"] = [
             record["text"] for record in records if record["kind"] == "fault"
         ]
-        run["start_s"] = _start_of(records)
+        starts = [each["seconds"] for each in records if each["kind"] == "phases"]
+        # a loop of the user's own has no phases
+        run["start_s"] = starts[-1] if starts else {}
         _rows_of(run)
     return run
 
 
-def _start_of(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each phase of a run's last start; empty for a loop of the user's own."""
-    starts = [record["seconds"] for record in records if record["kind"] == "phases"]
-    return starts[-1] if starts else {}
-
-
-def print_status(run: dict[str, Any]) -> None:
+def print_status(run: Result) -> None:
     """Print the result of `status` in some lines, and the error of a run that has failed."""
     print_table(run["run_dir"], _rows_of(run))
 
 
-def _rows_of(run: dict[str, Any]) -> dict[str, str | None]:
+def _rows_of(run: Result) -> dict[str, str | None]:
     """Return the lines of a run; raises other errors than raypipe's where a value has the wrong kind."""
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     return {
@@ -132,7 +127,7 @@ def _phases_in_words(seconds: dict[str, float]) -> str:
     return f"after {sum(seconds.values()):.1f} s ({each})"
 
 
-def _speed(run: dict[str, Any]) -> str:
+def _speed(run: Result) -> str:
     """Return the figures of the last record of the training, as far as there are any."""
     parts = {
         "images_per_s": "{:,.0f} images/s",
@@ -147,8 +142,8 @@ def _speed(run: dict[str, Any]) -> str:
 
 
 def standing(
-    status: dict[str, Any], now: float, is_held: bool, died_at: float, error: str = ""
-) -> dict[str, Any]:
+    status: Record, now: float, is_held: bool, died_at: float, error: str = ""
+) -> Result:
     """Interpret a run's status.json at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
@@ -173,18 +168,15 @@ def standing(
     is_late = ages["age_s"] > _LATE * every_s
     state = "silent" if is_late else status.get("state", "running")
     if died_at > status["begun"] or not every_s:
-        state = "restarting" if is_held else _end_of(status, error)
-    elif error and not is_held:
+        state = "stopped"
+        if is_held:
+            state = "restarting"
+        elif status["step"] >= status["to_step"]:
+            state = "ended"
+    if error and not is_held:
         state = "failed"
     return {
         "state": state,
         **{name: status[name] for name in status.keys() - {*times, "every_s", "state"}},
         **ages,
     }
-
-
-def _end_of(status: dict[str, Any], error: str) -> str:
-    """Return how a run whose trainers have ended came to its end."""
-    if error:
-        return "failed"
-    return "ended" if status["step"] >= status["to_step"] else "stopped"

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import secrets
 from importlib import import_module
-from typing import Any
 
 from raypipe.config import Positive, RunConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.chrome_trace import TRACE_FILE
 from raypipe.metrics.records import RECORDS
+from raypipe.printing import Result
 from raypipe.storage.files import check_place, read_whole, write_text
 from raypipe.storage.filesystem import as_uri, exists, join_address, open_filesystem
 
@@ -22,7 +22,7 @@ def trace(
     *,
     output: str = "trace.json",
     seconds: Positive = 60.0,
-) -> dict[str, Any]:
+) -> Result:
     """Write what all processes of a stream do, for Perfetto.
 
     It trains for a minute with the settings of a run, in a new folder, and draws reader, actors, ring, waits,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import Any
 
 from raypipe.config import RunConfig
+from raypipe.importing import texts_in
 from raypipe.logs import configure_logs
+from raypipe.printing import Result
 from raypipe.progress import phase
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores import open_store, store_options
@@ -15,7 +16,7 @@ from raypipe.stores import open_store, store_options
 logger = logging.getLogger(__name__)
 
 
-def train(run: RunConfig) -> dict[str, Any]:
+def train(run: RunConfig) -> Result:
     """Train a classifier.
 
     Without a store it trains on the handwritten digits that raypipe ships.
@@ -40,11 +41,6 @@ def _check_paths(run: RunConfig) -> None:
     options = store_options(
         run.store.image_column, run.store.target_column, run.store.trust_pickles
     )
-    train = run.store.train
-    if isinstance(train, dict):
-        training = list(train.values())
-    else:
-        training = [train]
-    for address in filter(None, (*training, run.store.val)):
+    for address in filter(None, texts_in([run.store.train, run.store.val])):
         if not is_remote(address):
             open_store(address, **options)

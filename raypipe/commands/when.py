@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
+from raypipe.config import ByStore
 from raypipe.errors import ConfigError
-from raypipe.printing import print_rows
+from raypipe.printing import Result, print_objects, print_table, told
 
 _INDEX = re.compile(r"-?(0|[1-9]\d{0,17})", re.ASCII)
-_MAX_ROWS = 40
-_NUM_STEPS = 3  # the table shows these of a bad sample
+# The columns of the tables, which leave out what --json has besides.
+_OF_SAMPLE = ("index", "name", "split", "num_drawn", "num_to_come", "error")
+_OF_DRAW = ("epoch", "step", "rank", "micro", "row")
+_OF_DRAW += ("has_come", "was_bad", "replaced_by", "instead_of")
 
 
 def when(
@@ -20,10 +23,10 @@ def when(
     bad: bool = False,
     flagged: bool = False,
     split: Literal["train", "val"] = "train",
-    train: str | dict[str, str] = "",
+    train: ByStore = "",
     val: str = "",
     trust_run_code: bool = False,
-) -> dict[str, Any]:
+) -> Result:
     """Find the steps of a run that drew a sample, and those that will draw it.
 
     Steps are counted as in metrics.jsonl and by `raypipe replay`. All draws of the run are made to find the
@@ -64,7 +67,7 @@ def when(
         )
     run = RecordedRun(folder, trust_run_code, **given_of(train=train, val=val))
     history = History(run)
-    samples: list[dict[str, Any]] = []
+    samples: list[Result] = []
     if bad:
         samples = history.bad()
     elif sample:
@@ -84,54 +87,16 @@ def index_or_name(text: str) -> int | str:
     return int(text) if _INDEX.fullmatch(text) else text
 
 
-def print_when(result: dict[str, Any]) -> None:
-    """Print the result of `when`: the draws of a sample, or a line for each bad one."""
+def print_when(result: Result) -> None:
+    """Print the result of `when`: the draws of a sample, or a row for each bad one or flag."""
     print(f"{result['run_dir']}: step {result['step']:,} of {result['to_step']:,}")
     for sentence in result["differences"]:
         print(f"note: {sentence}")
     samples = result["samples"]
-    names = ["epoch", "step", "rank", "micro"]
     if result["flags"] is not None:
-        names += ["reason"]
-        rows = result["flags"]
+        print_objects(result["flags"], "epoch", "step", "rank", "micro", "reason")
     elif len(samples) == 1:
-        names += ["row", "state"]
-        rows = _states(samples[0])
+        print_table("sample", told(samples[0], "draws"))
+        print_objects(samples[0]["draws"], *_OF_DRAW)
     else:
-        names = ["index", "name", "split", "num_drawn", "num_to_come", "steps", "error"]
-        rows = []
-        for sample in samples:
-            steps = [str(draw["step"]) for draw in sample["draws"][:_NUM_STEPS]]
-            rows.append({**sample, "steps": " ".join(steps)})
-    if not rows:
-        print("none")
-        return
-    header = [name.removeprefix("num_").replace("_", " ") for name in names]
-    print_rows([header, *([str(row[name]) for name in names] for row in rows)])
-
-
-def _states(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """Print a sample, and return its draws with their states, those around the run's place if there are many."""
-    name = f" ({sample['name']})" if sample["name"] else ""
-    error = f", bad: {sample['error']}" if sample["error"] else ""
-    print(f"sample {sample['index']}{name}{error}")
-    print(f"drawn {sample['num_drawn']} times, {sample['num_to_come']} to come")
-    draws = sample["draws"]
-    first = max(0, min(sample["num_drawn"] - _MAX_ROWS // 2, len(draws) - _MAX_ROWS))
-    if len(draws) > _MAX_ROWS:
-        print(f"{len(draws) - _MAX_ROWS} more: --json has all")
-    shown = draws[first : first + _MAX_ROWS]
-    return [{**draw, "state": _state(draw)} for draw in shown]
-
-
-def _state(draw: dict[str, Any]) -> str:
-    """Say in words whether a draw has come."""
-    if draw["instead_of"] is not None:
-        return f"in place of bad sample {draw['instead_of']}"
-    if not draw["has_come"]:
-        return "to come"
-    if not draw["was_bad"]:
-        return "drawn"
-    if draw["replaced_by"] is None:
-        return "left out, with weight 0"
-    return f"replaced by {draw['replaced_by']}"
+        print_objects(samples, *_OF_SAMPLE)

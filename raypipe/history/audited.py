@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -106,27 +107,25 @@ class AuditedRecord:
 
     def check_record(self) -> None:
         """Check that no line is missing or foreign, and that hashes agree."""
-        steps: dict[int, set[int]] = {}  # those of lines, by W
+        steps = defaultdict[int, set[int]](set)  # those of lines, by W
         for epoch in sorted({epoch for epoch, *_ in self._files}):
             record = self._epoch(epoch)
             self._check_epoch(epoch, record)
-            if num := len(record.recorded):
-                is_complete = self._is_complete(epoch, record)
+            if record.recorded:
                 self.epochs[epoch] = {
-                    "micro_batches": num,
-                    "is_complete": is_complete,
+                    "micro_batches": len(record.recorded),
+                    "is_complete": self._is_complete(epoch, record),
                     "root": record.root,
                 }
                 self.places += sorted(record.recorded, key=_ORDER)
             for place, hashes in record.recorded.items():
-                workers = self._starts_of(hashes.start)[0].workers
-                steps.setdefault(workers, set()).add(self._run.step_of(place))
+                workers = self._starts_of(hashes)[0].workers
+                steps[workers].add(self._run.step_of(place))
         # A rank that gets the batch of a second step has got the first one's with all others.
         trained = [workers for workers, of_start in steps.items() if len(of_start) > 1]
         ranks = {rank for _, rank, _ in self._files}
-        for rank in range(max(trained, default=1)):
-            if rank not in ranks:
-                self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
+        for rank in set(range(max(trained, default=1))) - ranks:
+            self._find("lines", f"no file of rank {rank} is in {DIGESTS}/")
 
     def _is_complete(self, epoch: int, record: EpochRecord) -> bool:
         """Return whether a record has all micro-batches of an epoch's training and of its validation."""
@@ -147,13 +146,12 @@ class AuditedRecord:
             self._find("lines", text, epoch)
         foreign = []
         for place, hashes in list(record.recorded.items()):
-            starts = self._starts_of(hashes.start)
-            is_of_plan = not starts or starts[0].stream.record.plan == self._plan
-            if is_of_plan and any(start.has_place(place) for start in starts):
+            starts = self._starts_of(hashes)
+            if not any(start.has_place(place) for start in starts):
+                foreign.append(place)
+            elif starts[0].stream.record.plan == self._plan:
                 continue
             del record.recorded[place]
-            if is_of_plan:
-                foreign.append(place)
         text = "are of no start of the run, by their settings or its plan"
         self._find_places("foreign", text, epoch, foreign)
         twice = [
@@ -176,19 +174,15 @@ class AuditedRecord:
     def _may_differ(self, both: list[Hashes]) -> bool:
         """Return whether starts had other settings, code, versions, devices or CPUs."""
         made_by = {
-            (
-                start.stream,
-                str(hashes.start.get("device")),
-                str(hashes.start.get("cpu")),
-            )
+            (start.stream, str([hashes.start.get("device"), hashes.start.get("cpu")]))
             for hashes in both
-            for start in self._starts_of(hashes.start)
+            for start in self._starts_of(hashes)
         }
         return len(made_by) != 1
 
-    def _starts_of(self, recorded: dict[str, Any]) -> list[Start]:
-        """The starts of the run that have the settings of a recorded one, in order."""
-        seal = recorded.get("seal")
+    def _starts_of(self, hashes: Hashes) -> list[Start]:
+        """The starts of the run that have the settings of the one that recorded hashes, in order."""
+        seal = hashes.start.get("seal")
         return [start for start in self._run.starts if start.seal == seal]
 
     # Micro-batches that are made again
@@ -202,7 +196,7 @@ class AuditedRecord:
         lacking = set[str]()
         for place in places:
             hashes = self._epoch(place.epoch).recorded[place]
-            start = self._run.start_at(place, self._starts_of(hashes.start))
+            start = self._run.start_at(place, self._starts_of(hashes))
             stream = start.stream
             if stream.lacks and stream.lacks not in lacking:
                 lacking.add(stream.lacks)
@@ -224,8 +218,9 @@ class AuditedRecord:
         place = remade.place
         made = batch_hash(remade.host)
         self.num_compared += 1
-        is_equal = self._is_equal("batch", place, made, hashes.stream)
-        if not is_equal or not hashes.finished:
+        if not self._is_equal("batch", place, made, hashes.stream):
+            return
+        if not hashes.finished:
             return
         cpu = hashes.start.get("cpu")
         if cpu != cpu_kind():
@@ -259,10 +254,9 @@ class AuditedRecord:
         epoch: int | None = None,
         place: MicroBatchId | None = None,
     ) -> None:
-        name = ""
+        name = str(place or "")
         if place:
             epoch = place.epoch
-            name = str(place)
             text = f"{name}: {text}"
         if epoch is not None:
             text = f"epoch {epoch}: {text}"

@@ -11,6 +11,7 @@ from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.flags import FLAGS
 from raypipe.metrics.records import STATUS
 from raypipe.plan.places import SamplePlace, Split
+from raypipe.printing import Result
 from raypipe.storage.files import names_of_lines, read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.stores.base import Store, name_of
@@ -49,7 +50,7 @@ class History:
             for sample in run.stream.bad_samples(run.place_of(name))
         }
 
-    def of(self, sample: int | str, split: Split = "train") -> dict[str, Any]:
+    def of(self, sample: int | str, split: Split = "train") -> Result:
         """Find the draws of a sample.
 
         All draws of the run are made to find them. A name is looked for among all names of the store.
@@ -74,11 +75,11 @@ class History:
             sample = index_of(self._store(split), sample)
         return self._of_indices([sample], split)[0]
 
-    def bad(self) -> list[dict[str, Any]]:
+    def bad(self) -> list[Result]:
         """Find the draws of all samples that the run could not use, by its quarantine/; see `of`."""
         return [*self._bad_in("train"), *self._bad_in("val")]
 
-    def _bad_in(self, split: Split) -> list[dict[str, Any]]:
+    def _bad_in(self, split: Split) -> list[Result]:
         errors = self._errors(split)
         return self._of_indices(sorted(errors), split) if errors else []
 
@@ -90,13 +91,14 @@ class History:
             if bad.position.split == split
         }
 
-    def flags(self) -> list[dict[str, Any]]:
+    def flags(self) -> list[Result]:
         """Read all micro-batches that the loop has flagged, in the order of the run's steps."""
         folder = join_address(as_uri(self._run.address), FLAGS)
         flags = []
         for name in names_of_lines(folder):
-            for flag in read_lines(join_address(folder, f"{name}.jsonl"), _flag):
-                flags.append({**flag, "place": name})
+            written = read_lines(join_address(folder, f"{name}.jsonl"), _flag)
+            of_reason = {flag["reason"]: {**flag, "place": name} for flag in written}
+            flags += of_reason.values()
         return sorted(flags, key=itemgetter("step", "place", "time"))
 
     def _store(self, split: Split) -> Store:
@@ -105,7 +107,7 @@ class History:
             raise ConfigError(f"{self._run.address} has no validation store")
         return store
 
-    def _of_indices(self, indices: list[int], split: Split) -> list[dict[str, Any]]:
+    def _of_indices(self, indices: list[int], split: Split) -> list[Result]:
         """The histories of several samples, in one pass over the run's draws."""
         store = self._store(split)
         plan = self._run.plan
@@ -120,7 +122,7 @@ class History:
                 f"{_MAX_EPOCHS:,} at most"
             )
         errors = self._errors(split)
-        draws: dict[int | None, list[dict[str, Any]]] = {index: [] for index in indices}
+        draws: dict[int | None, list[Result]] = {index: [] for index in indices}
         epochs = [
             epoch
             for epoch in range(plan.config.epochs)
@@ -146,7 +148,7 @@ class History:
             for index in indices
         ]
 
-    def _draw(self, place: SamplePlace) -> dict[str, Any]:
+    def _draw(self, place: SamplePlace) -> Result:
         at = place.micro_batch
         step = self._run.step_of(at)
         has_come = step <= self.num_done
@@ -166,7 +168,7 @@ class History:
         }
 
 
-def _flag(flag: Any) -> dict[str, Any]:
+def _flag(flag: Any) -> Result:
     """A line of a flag; raises ValueError for anything else."""
     for number in ("epoch", "step", "rank", "micro"):
         whole_number(flag[number], number)

@@ -23,7 +23,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.metrics.records import RECORDS, read_records
+from raypipe.metrics.records import RECORDS, Record, read_records
 from raypipe.mistakes import choices
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -86,7 +86,7 @@ class Start(NamedTuple):
 
 
 def _starts_in(
-    records: list[dict[str, Any]],
+    records: list[Record],
     run_uri: str,
     trust_run_code: bool,
     given: dict[str, Any],
@@ -133,7 +133,7 @@ class RecordedRun:
     """A run by its folder.
 
     Args:
-        run, trust_run_code, given: see `raypipe.replay`.
+        run, trust_run_code, anyway, given: see `raypipe.replay`.
 
     Attributes:
         address: the run's folder.
@@ -143,8 +143,13 @@ class RecordedRun:
     """
 
     def __init__(
-        self, run: str | Path, trust_run_code: bool = False, **given: Any
+        self,
+        run: str | Path,
+        trust_run_code: bool = False,
+        anyway: bool = False,
+        **given: Any,
     ) -> None:
+        self._anyway = anyway
         for name in given.keys() - _GIVEN:
             raise ConfigError(
                 f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}"

@@ -10,9 +10,9 @@ from typing import Any
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.record_checks import damage_told, read_lines, whole_number
-from raypipe.importing import check_named_code
+from raypipe.importing import check_named_code, user_code
 from raypipe.library_settings import as_text
-from raypipe.packages import user_code, versions
+from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan

@@ -69,16 +69,6 @@ class Replay(RecordedRun):
         run, trust_run_code, anyway, given: see `replay`.
     """
 
-    def __init__(
-        self,
-        run: str | Path,
-        trust_run_code: bool = False,
-        anyway: bool = False,
-        **given: Any,
-    ) -> None:
-        super().__init__(run, trust_run_code, **given)
-        self._anyway = anyway
-
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(1, len(self) + 1):
             if not self.is_skipped(step):

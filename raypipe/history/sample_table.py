@@ -23,7 +23,7 @@ from raypipe.device.mixing import partner_rows
 from raypipe.device.modules import ChosenRows
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.history.step_maker import Remade
+from raypipe.history.step_maker import Remade, crops_of
 from raypipe.kernel import Op
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import Columns, name_of
@@ -120,7 +120,7 @@ def _add_augmented(rows: Rows, remade: Remade, augment: DeviceAugment) -> None:
     """Add the operations of the augmentation on the device."""
     # made first: the augmentation keeps what it drew last
     views = remade.finished.views
-    titles = list(_titles_of(views)) or [""]
+    titles = list(crops_of(remade.finished)) or [""]
     # Kornia's modules keep the draws of one crop
     steps = [] if views else augment.modules.steps
     for row in rows:
@@ -149,15 +149,6 @@ def _add_mixed(rows: Rows, draws: MicroBatchDraws, remade: Remade) -> None:
 
 def _of_view(view: str) -> dict[str, str]:
     return {"view": view} if view else {}
-
-
-def _titles_of(views: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The name of each image of a sample: its view, and its number where that has several crops."""
-    for name, images in views.items():
-        if images.ndim == 4:
-            yield name
-        else:
-            yield from (f"{name} {number}" for number in range(images.shape[1]))
 
 
 def _kept_params(module: Any, row: int) -> Iterator[tuple[str, Any]]:

@@ -129,3 +129,15 @@ def remade_of(stream: RecordedStream, place: MicroBatchId, workers: int) -> Rema
 @functools.lru_cache(maxsize=4)
 def _maker_of(stream: RecordedStream) -> StepMaker:
     return StepMaker(stream.spec, stream.augment, stream.record.dtype or "")
+
+
+def crops_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """The images (B, C, H, W) of a batch's views by name, `NAME 0`, `NAME 1`, … where a view has several crops."""
+    crops = {}
+    for name, images in batch.views.items():
+        if images.ndim == 4:
+            crops[name] = images
+        else:
+            for number, crop in enumerate(images.unbind(1)):
+                crops[f"{name} {number}"] = crop
+    return crops

@@ -47,7 +47,6 @@ def to_json(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> str:
         for chunk in chunks
         for event in json.loads(chunk.events)
     ]
-    events += _steps(events)
     events += _arrows(events)
     start_us = min((event["ts"] for event in events), default=0.0)
     for event in events:
@@ -57,31 +56,6 @@ def to_json(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> str:
     lines = ",\n".join(json.dumps(event) for event in events)
     others = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
     return f'{{"traceEvents": [\n{lines}\n],\n{others[1:]}\n'
-
-
-def _steps(events: Iterable[Event]) -> list[Event]:
-    """The optimizer steps of each trainer: from the compute of their first micro-batch to that of their last."""
-    computed: dict[tuple[str, str], list[Event]] = defaultdict(list)
-    for event in events:
-        if event["name"] == "compute" and event["args"]:
-            step, _, _ = event["args"]["micro_batches"][0].rpartition("-")
-            computed[event["pid"], step].append(event)
-    steps = []
-    for (process, step), slices in computed.items():
-        begin_us = min(each["ts"] for each in slices)
-        end_us = max(each["ts"] + each["dur"] for each in slices)
-        steps.append(
-            {
-                "name": f"step {step}",
-                "ph": "X",
-                "ts": begin_us,
-                "dur": end_us - begin_us,
-                "pid": process,
-                "tid": "optimizer steps",
-                "args": {},
-            }
-        )
-    return steps
 
 
 def _arrows(events: Iterable[Event]) -> list[Event]:

@@ -6,17 +6,16 @@ Each micro-batch has its file, since every rank writes, and object storage canno
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from raypipe.metrics.records import RunFolder, write_file
+from raypipe.metrics.records import Record, RunFolder, write_file
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input
+from raypipe.storage.files import read_whole
 
 FLAGS = "flags"
 
 
-def write_flag(folder: RunFolder, place: MicroBatchId, flag: dict[str, Any]) -> None:
-    """Add a flag to those of a micro-batch; the same reason again replaces the earlier one.
+def write_flag(folder: RunFolder, place: MicroBatchId, flag: Record) -> None:
+    """Add a flag to those of a micro-batch; the last one of each reason counts.
 
     Args:
         folder: the run's folder.
@@ -25,11 +24,5 @@ def write_flag(folder: RunFolder, place: MicroBatchId, flag: dict[str, Any]) -> 
     filesystem, path = folder
     filesystem.create_dir(f"{path}/{FLAGS}", recursive=True)
     name = f"{FLAGS}/{place}.jsonl"
-    try:
-        content = open_input(filesystem, f"{path}/{name}").read()
-    except FileNotFoundError:
-        content = b""
-    flags = [json.loads(line) for line in content.splitlines()]
-    flags = [other for other in flags if other["reason"] != flag["reason"]]
-    lines = [json.dumps(other) + "\n" for other in (*flags, flag)]
-    write_file(folder, name, "".join(lines))
+    content = read_whole(f"{path}/{name}", filesystem) or b""
+    write_file(folder, name, f"{content.decode()}{json.dumps(flag)}\n")

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from raypipe.plan.places import MicroBatchId, Split
 
 
+Cause = Callable[[], str]
+"""Names the cause of a wait, while it lasts."""
+
+
 class Observer:
     """Observer of a loader. Each event does nothing unless a subclass implements it."""
 
     def opened(self, supervisor: Any) -> None:
         """A stream was opened; `supervisor` is the handle of its Supervisor, None = it has none."""
 
-    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+    def asked(self, split: Split, name: str, cause: Cause) -> None:
         """The loop asks for a batch of a name, and waits for a cause that can be asked for at any time."""
 
     def arrived(self, split: Split) -> None:
@@ -40,7 +44,7 @@ class Observer:
     def handed_out(self, position: MicroBatchId, amounts: Mapping[str, Any]) -> None:
         """The batch has been augmented, and the loop computes; `amounts` are images, and seconds of an actor."""
 
-    def saving(self, cause: Callable[[], str]) -> None:
+    def saving(self, cause: Cause) -> None:
         """The loop waits for a checkpoint."""
 
     def saved(self) -> None:

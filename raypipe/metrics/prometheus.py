@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,203 +35,82 @@ _PERIOD_S = 1.0
 
 
 class Metric(NamedTuple):
-    """A metric. Only counters end in _total; Ray adds its own labels."""
+    """A metric; Ray adds its own labels."""
 
-    name: str
     labels: tuple[str, ...]
     meaning: str
-
-    @property
-    def kind(self) -> str:
-        """The type in Prometheus: counter or gauge."""
-        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 _RUN = ("run",)
 _SPLIT = ("run", "split")
 _RANK = ("run", "rank")
-_RANK_SPLIT = (*_RANK, "split")
-_STORAGE = (*_RUN, "role", "operation")
-_ALL = (
-    Metric(
-        "raypipe_trainer_images_total",
-        _RANK_SPLIT,
-        "Images that a rank was given, without padding.",
-    ),
-    Metric(
-        "raypipe_trainer_wait_seconds_total",
-        _RANK_SPLIT,
-        "Waiting for data, without the first batch.",
-    ),
-    Metric(
-        "raypipe_trainer_transfer_seconds_total",
-        _RANK_SPLIT,
-        "Copies to the device, beside other work.",
-    ),
-    Metric(
-        "raypipe_trainer_decode_seconds_total",
-        _RANK_SPLIT,
-        "Decoding on the device, while other work runs.",
-    ),
-    Metric(
-        "raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."
-    ),
-    Metric(
-        "raypipe_trainer_compute_seconds_total",
-        _RANK_SPLIT,
-        "Forward, backward and optimizer.",
-    ),
-    Metric(
-        "raypipe_trainer_checkpoint_seconds_total",
-        _RANK_SPLIT,
-        "Waiting for checkpoints.",
-    ),
-    Metric(
-        "raypipe_trainer_micro_batches_total",
-        _RANK_SPLIT,
-        "Micro-batches that a rank asked for.",
-    ),
-    Metric(
-        "raypipe_trainer_drained_total",
-        _RANK_SPLIT,
-        "Those before which the GPU had finished its work.",
-    ),
-    Metric(
-        "raypipe_trainer_gpu_utilization",
-        _RANK,
-        "Share of the time for which the GPU executes kernels.",
-    ),
-    Metric(
-        "raypipe_trainer_steps_total",
-        _RANK,
-        "Training steps that a rank has done since its start.",
-    ),
-    Metric(
-        "raypipe_trainer_first_batch_seconds",
-        _RANK,
-        "From the start of a loader to its first batch.",
-    ),
-    Metric(
-        "raypipe_trainer_last_batch_timestamp_seconds",
-        _RANK,
-        "When a rank got its last micro-batch, or began to wait.",
-    ),
-    Metric(
-        "raypipe_trainer_last_checkpoint_timestamp_seconds",
-        _RUN,
-        "When the last checkpoint was written, or the run began.",
-    ),
-    Metric(
-        "raypipe_trainer_restarts_total",
-        (*_RUN, "reason"),
-        "How often all trainers were started again.",
-    ),
-    Metric(
-        "raypipe_trainer_room_wait_seconds",
-        _RUN,
-        "How long trainers have found no free resources.",
-    ),
-    Metric(
-        "raypipe_run_info",
-        (*_RUN, "version", "plan", "workers"),
-        "1; what the run is, by its labels.",
-    ),
-    Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
-    Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
-    Metric(
-        "raypipe_trainer_augment_strength",
-        _RUN,
-        "Strength of the augmentation, in [0, 1].",
-    ),
-    Metric(
-        "raypipe_trainer_loss",
-        _RUN,
-        "Mean loss over all ranks, between lines of progress.",
-    ),
-    Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
-    Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
-    Metric(
-        "raypipe_validation_accuracy",
-        _RUN,
-        "Accuracy of the last validation, in [0, 1].",
-    ),
-    Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
-    Metric(
-        "raypipe_stream_in_flight",
-        _RUN,
-        "Blocks in work, or finished and not yet taken.",
-    ),
-    Metric(
-        "raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."
-    ),
-    Metric(
-        "raypipe_stream_actors",
-        (*_RUN, "state"),
-        "Transform actors: running, restarting, pending.",
-    ),
-    Metric(
-        "raypipe_stream_faults_total",
-        (*_RUN, "kind"),
-        "Faults that were recovered from.",
-    ),
-    Metric(
-        "raypipe_actor_micro_batches_total",
-        _SPLIT,
-        "Micro-batches that actors have made, repeats included.",
-    ),
-    Metric(
-        "raypipe_actor_remembered_total",
-        _SPLIT,
-        "Micro-batches that actors did not have to make again.",
-    ),
-    Metric(
-        "raypipe_actor_read_seconds_total",
-        _SPLIT,
-        "Reading the store, in actors or in readers.",
-    ),
-    Metric(
-        "raypipe_actor_work_seconds_total",
-        _SPLIT,
-        "Actors' time for reading, decoding, transforming.",
-    ),
-    Metric(
-        "raypipe_storage_requests_total",
-        _STORAGE,
-        "What was asked of object storage, repeats not counted.",
-    ),
-    Metric(
-        "raypipe_storage_seconds_total",
-        _STORAGE,
-        "Time for it, the waiting in outages included.",
-    ),
-    Metric(
-        "raypipe_storage_bytes_total",
-        _STORAGE,
-        "Bytes read and written, without whole files uploaded.",
-    ),
-    Metric(
-        "raypipe_storage_retries_total",
-        _STORAGE,
-        "Repeats after failures that pass, beside pyarrow's own.",
-    ),
-    Metric(
-        "raypipe_storage_errors_total",
-        _STORAGE,
-        "Requests that have failed in the end.",
-    ),
-    Metric(
-        "raypipe_bad_samples_total",
-        _SPLIT,
-        "Samples that could not be decoded or transformed.",
-    ),
-    Metric(
-        "raypipe_substituted_samples_total",
-        _SPLIT,
-        "Bad samples that were replaced by others.",
-    ),
-)
-METRICS = {metric.name: metric for metric in _ALL}
-"""By name. A label has few values: runs, ranks, splits, and what this module names."""
+_BY_LABELS = {
+    _RUN: {
+        "raypipe_trainer_last_checkpoint_timestamp_seconds": "When the last one was written, or the run began.",
+        "raypipe_trainer_room_wait_seconds": "How long trainers have found no free resources.",
+        "raypipe_trainer_step": "Training steps done, through all epochs.",
+        "raypipe_trainer_epoch": "The epoch that the run is in, from 0.",
+        "raypipe_trainer_augment_strength": "Strength of the augmentation, in [0, 1].",
+        "raypipe_trainer_loss": "Mean loss over all ranks, between lines of progress.",
+        "raypipe_trainer_learning_rate": "Learning rate.",
+        "raypipe_validation_loss": "Loss of the last validation.",
+        "raypipe_validation_accuracy": "Accuracy of the last validation, in [0, 1].",
+        "raypipe_stream_blocks_total": "Blocks that the pool has finished.",
+        "raypipe_stream_in_flight": "Blocks in work, or finished and not yet taken.",
+        "raypipe_stream_waiting": "Finished blocks that no rank has taken yet.",
+    },
+    _RANK: {
+        "raypipe_trainer_gpu_utilization": "Share of the time for which the GPU executes kernels.",
+        "raypipe_trainer_steps_total": "Training steps that a rank has done since its start.",
+        "raypipe_trainer_first_batch_seconds": "From the start of a loader to its first batch.",
+        "raypipe_trainer_last_batch_timestamp_seconds": "When a rank got its last micro-batch, or began to wait.",
+    },
+    (*_RANK, "split"): {
+        "raypipe_trainer_images_total": "Images that a rank was given, without padding.",
+        "raypipe_trainer_wait_seconds_total": "Waiting for data, without the first batch.",
+        "raypipe_trainer_transfer_seconds_total": "Copies to the device, beside other work.",
+        "raypipe_trainer_decode_seconds_total": "Decoding on the device, while other work runs.",
+        "raypipe_trainer_augment_seconds_total": "Device augmentation.",
+        "raypipe_trainer_compute_seconds_total": "Forward, backward and optimizer.",
+        "raypipe_trainer_checkpoint_seconds_total": "Waiting for checkpoints.",
+        "raypipe_trainer_micro_batches_total": "Micro-batches that a rank asked for.",
+        "raypipe_trainer_drained_total": "Those before which the GPU had finished its work.",
+    },
+    (*_RUN, "reason"): {
+        "raypipe_trainer_restarts_total": "How often all trainers were started again.",
+    },
+    (*_RUN, "version", "plan", "workers"): {
+        "raypipe_run_info": "1; what the run is, by its labels.",
+    },
+    (*_RUN, "state"): {
+        "raypipe_stream_actors": "Transform actors: running, restarting, pending.",
+    },
+    (*_RUN, "kind"): {
+        "raypipe_stream_faults_total": "Faults that were recovered from.",
+    },
+    _SPLIT: {
+        "raypipe_actor_micro_batches_total": "Micro-batches that actors have made, repeats included.",
+        "raypipe_actor_remembered_total": "Micro-batches that actors did not have to make again.",
+        "raypipe_actor_read_seconds_total": "Reading the store, in actors or in readers.",
+        "raypipe_actor_work_seconds_total": "Actors' time for reading, decoding, transforming.",
+        "raypipe_bad_samples_total": "Samples that could not be decoded or transformed.",
+        "raypipe_substituted_samples_total": "Bad samples that were replaced by others.",
+    },
+    (*_RUN, "role", "operation"): {
+        "raypipe_storage_requests_total": "What was asked of object storage, repeats not counted.",
+        "raypipe_storage_seconds_total": "Time for it, the waiting in outages included.",
+        "raypipe_storage_bytes_total": "Bytes read and written, without whole files uploaded.",
+        "raypipe_storage_retries_total": "Repeats after failures that pass, beside pyarrow's own.",
+        "raypipe_storage_errors_total": "Requests that have failed in the end.",
+    },
+}
+METRICS = {
+    name: Metric(labels, meaning)
+    for labels, meanings in _BY_LABELS.items()
+    for name, meaning in meanings.items()
+}
+"""By name; those that end in _total are counters, others gauges. A label has few values: runs, ranks, splits, and
+what this module names."""
 
 _GAUGES = {
     ("train", "loss"): "trainer_loss",
@@ -247,7 +125,7 @@ _GAUGES = {
 def _instrument(name: str) -> Any:
     """Ray's own object, one in a process."""
     metric = METRICS[name]
-    make = Counter if metric.kind == "counter" else Gauge
+    make = Counter if name.endswith("_total") else Gauge
     return make(name, metric.meaning, metric.labels)
 
 
@@ -258,17 +136,21 @@ class Recorder:
         self._labels = {"run": run, **labels}
         self._totals: dict[tuple[str, ...], float] = {}
 
-    def _tags(self, name: str, labels: Mapping[str, str]) -> dict[str, str]:
+    def _instrument(
+        self, name: str, labels: Mapping[str, str]
+    ) -> tuple[Any, dict[str, str]]:
+        """Ray's own object for a metric, and its labels with their values."""
+        whole = f"raypipe_{name}"
         values = {**self._labels, **labels}
-        return {label: values[label] for label in METRICS[name].labels}
+        tags = {label: values[label] for label in METRICS[whole].labels}
+        return _instrument(whole), tags
 
     def add(self, amounts: Mapping[str, float], **labels: str) -> None:
         """Count up; by nothing, if there is nothing to count."""
         for name, amount in amounts.items():
             if amount > 0:
-                _instrument(f"raypipe_{name}").inc(
-                    amount, self._tags(f"raypipe_{name}", labels)
-                )
+                counter, tags = self._instrument(name, labels)
+                counter.inc(amount, tags)
 
     def reach(self, totals: Mapping[str, float], **labels: str) -> None:
         """Count up to running totals of the caller's, which start at 0."""
@@ -289,9 +171,8 @@ class Recorder:
     def set(self, values: Mapping[str, float], **labels: str) -> None:
         """Set gauges."""
         for name, value in values.items():
-            _instrument(f"raypipe_{name}").set(
-                value, self._tags(f"raypipe_{name}", labels)
-            )
+            gauge, tags = self._instrument(name, labels)
+            gauge.set(value, tags)
 
 
 class TrainerMetrics(Recorder, Observer):
@@ -316,20 +197,22 @@ class TrainerMetrics(Recorder, Observer):
         self._rank = rank
         self._gauges: dict[str, float] = {"run_info": 1} if info and rank == 0 else {}
         self._recorded_at = 0.0
-        self._end = weakref.finalize(self, lambda: None)
+        self._keeping: Repeating | None = None
 
     def opened(self, supervisor: Any) -> None:
         self.ended()
         self._gauges |= {"trainer_last_batch_timestamp_seconds": time.time()}
-        turn = functools.partial(_keep, weakref.ref(self))
-        keeping = Repeating(turn, _PERIOD_S, "raypipe-metrics")
-        self._end = weakref.finalize(self, keeping.left.set)
-        keeping.start()
+        self._keeping = Repeating(self._keep, _PERIOD_S, "raypipe-metrics")
+        self._keeping.start()
+
+    def _keep(self) -> None:
+        self.sample()
+        self.set(self._gauges)
 
     def ended(self) -> None:
-        # Without an open stream there is nothing to end.
-        if self._end.alive:
-            self._end()
+        if self._keeping:
+            self._keeping.left.set()
+            self._keeping = None
             self.set(self._gauges)
 
     def sample(self) -> None:
@@ -396,12 +279,6 @@ class TrainerMetrics(Recorder, Observer):
         }
         self._gauges = self._gauges | of_rank
         self._show(of_run)
-
-
-def _keep(metrics: weakref.ref[TrainerMetrics]) -> None:
-    if (of_rank := metrics()) is not None:
-        of_rank.sample()
-        of_rank.set(of_rank._gauges)
 
 
 class StreamMetrics(Recorder):

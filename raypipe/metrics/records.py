@@ -40,11 +40,13 @@ _START_LINE = re.compile(rb'^\{"kind": "start".*', re.MULTILINE)
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
+Record = dict[str, Any]
+"""An object of a file of JSON lines in a run's folder."""
 RunFolder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
-def read_records(run_uri: str, name: str = RECORDS) -> list[dict[str, Any]]:
+def read_records(run_uri: str, name: str = RECORDS) -> list[Record]:
     """Read a file of records of a run, see `parse_records`; empty where there is none.
 
     Raises:
@@ -53,9 +55,9 @@ def read_records(run_uri: str, name: str = RECORDS) -> list[dict[str, Any]]:
     return parse_records(read_whole(join_address(run_uri, name)) or b"")
 
 
-def parse_records(content: bytes) -> list[dict[str, Any]]:
+def parse_records(content: bytes) -> list[Record]:
     """The records of a file's content, in their order, without those of steps that the run has done over again."""
-    kept: list[dict[str, Any]] = []
+    kept: list[Record] = []
     for record in objects_of(content):
         if not _is_step(record.get("step")):
             continue
@@ -65,7 +67,7 @@ def parse_records(content: bytes) -> list[dict[str, Any]]:
     return kept
 
 
-def objects_of(content: bytes) -> list[dict[str, Any]]:
+def objects_of(content: bytes) -> list[Record]:
     """The objects of a file of JSON lines.
 
     The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are left out.
@@ -82,7 +84,7 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value < _MAX_STEP
 
 
-def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
+def _stands(record: Record, start: Record) -> bool:
     """Return whether a record still holds once a run has started from a later record's step."""
     if record.get("kind") in _HAPPENED:
         return True
@@ -126,7 +128,8 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         reason: why they are started again, see `prometheus.METRICS`.
     """
     try:
-        content = read_whole(join_address(run_uri, RECORDS)) or b""
+        filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
+        content = read_whole(path, filesystem) or b""
         step = max((record["step"] for record in parse_records(content)), default=0)
         fault = {
             "kind": "fault",
@@ -136,15 +139,11 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             "time": time.time(),
         }
         line = json.dumps(fault).encode() + b"\n"
-        filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             append_whole(Path(path), line)
         else:
-            write_synced(
-                filesystem,
-                path,
-                content + b"\n" * (content[-1:] not in (b"", b"\n")) + line,
-            )
+            # behind a line that may be cut off
+            write_synced(filesystem, path, content + b"\n" + line)
     except (RaypipeError, pa.ArrowException, OSError) as error:
         logger.warning(
             "a fault cannot be written to %s of %s: %s", RECORDS, run_uri, error
@@ -160,7 +159,7 @@ def append_whole(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-def _last_start(path: Path) -> dict[str, Any]:
+def _last_start(path: Path) -> Record:
     """Return the last start in a file of records; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
         return json.loads(_START_LINE.findall(path.read_bytes())[-1])
@@ -196,13 +195,11 @@ class RecordWriter:
     A line that cannot be written is skipped, with one warning: a full disk does not end a run.
 
     Args:
-        run: the run's folder: its URI, or its file system and the path on it.
-        global_step: where the run starts or resumes.
-        workers: W.
-        validates: whether it resumes with the validation of that step; an earlier record of it no longer
-            counts.
-        settings: the stream's settings, for a run without a config.yaml.
-        stream: what opens the stream again, see `raypipe.streaming.record.opened`.
+        folder: the run's folder.
+        start: the values of the start's line: `step`, at which the run starts or resumes; `workers`, W;
+            `validates`, whether it resumes with the validation of that step, of which an earlier record no longer
+            counts; `settings`, the stream's, for a run without a config.yaml; and `stream`, which opens the stream
+            again, see `raypipe.streaming.record.opened`.
 
     Attributes:
         earlier: the `stream` of the start before this one, as its record has it; None if there is none.
@@ -211,25 +208,14 @@ class RecordWriter:
         ConfigError: an earlier start's record in object storage cannot be read.
     """
 
-    def __init__(
-        self,
-        run: str | RunFolder,
-        global_step: int,
-        workers: int = 1,
-        validates: bool = False,
-        settings: dict[str, Any] | None = None,
-        stream: dict[str, Any] | None = None,
-    ) -> None:
-        self._filesystem, self._remote = (
-            open_filesystem(run) if isinstance(run, str) else run
-        )
-        self._name = run if isinstance(run, str) else self._remote
+    def __init__(self, folder: RunFolder, **start: Any) -> None:
+        self._filesystem, self._remote = folder
         self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._folder = Path(
             self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-")
         )
         self._one_by_one = threading.Lock()
-        self._best_effort = BestEffort(self._name)
+        self._best_effort = BestEffort(self._remote)
         with self._best_effort("the folder"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
@@ -237,31 +223,21 @@ class RecordWriter:
                 content = read_whole(f"{self._remote}/{name}", self._filesystem)
                 if content is not None:
                     (self._folder / name).write_bytes(content)
-        start = {
-            "kind": _START,
-            "step": global_step,
-            "workers": workers,
-            "validates": validates,
-        }
-        start |= {"settings": settings} if settings else {}
-        of_samples = dict(start)
-        start |= {"stream": stream} if stream else {}
         self.earlier = _last_start(self._folder / RECORDS).get("stream")
-        self._append(RECORDS, [start])
+        self._append(RECORDS, [{"kind": _START, **start}])
         if (self._folder / SAMPLES).exists():
-            self._append(SAMPLES, [of_samples])
+            start.pop("stream", None)
+            self._append(SAMPLES, [{"kind": _START, **start}])
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int
     ) -> None:
         """Record which samples the micro-batches of a step had; `step` is the global step."""
-        self._append(
-            SAMPLES,
-            [
-                {"micro_batch": str(position), "step": step, "indices": indices}
-                for position, indices in rows
-            ],
-        )
+        records = [
+            {"micro_batch": str(position), "step": step, "indices": indices}
+            for position, indices in rows
+        ]
+        self._append(SAMPLES, records)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
@@ -271,9 +247,8 @@ class RecordWriter:
         """Make what was written so far visible at the run's address."""
         if self._local:
             return
-        with self._best_effort(
-            f"the record, which is left in {self._folder}," if last else "the record"
-        ):
+        left = f", which is left in {self._folder}," if last else ""
+        with self._best_effort(f"the record{left}"):
             # The next one brings all that this one does not; the last one waits for storage.
             with contextlib.nullcontext() if last else without_retries():
                 upload(str(self._folder), self._filesystem, self._remote)
@@ -283,10 +258,8 @@ class RecordWriter:
     def close(self) -> None:
         self.sync(last=True)
 
-    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+    def _append(self, name: str, records: list[Record]) -> None:
         """Append records to a file."""
         with self._one_by_one, self._best_effort(name):
-            append_whole(
-                self._folder / name,
-                "".join(json.dumps(record) + "\n" for record in records).encode(),
-            )
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            append_whole(self._folder / name, lines.encode())

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raypipe.metrics.observer import Observer
+from raypipe.metrics.observer import Cause, Observer
 
 if TYPE_CHECKING:
     from raypipe.plan.places import MicroBatchId, Split
@@ -167,12 +167,13 @@ class StageClock(Observer):
     Attributes:
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         gpu_utilization: the last sample, in [0, 1]; None = there is none.
-        on_stage: called with each stage, its two marks, and its micro-batch, if it is one's.
+        on_stage: called with each stage, its two marks, and its micro-batch, if it is one's; on CUDA once the
+            device has passed them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: deque[tuple[Split, str, Any, Any]] = deque()
+        self._pending: deque[tuple[Split, str, Any, Any, MicroBatchId | None]] = deque()
         # Sums by their names: a micro-batch adds to them five times.
         self._sums: dict[Split, dict[str, Any]] = {"train": {}, "val": {}}
         self._asked: Any = None  # the mark of the last request
@@ -201,8 +202,9 @@ class StageClock(Observer):
         position: MicroBatchId | None = None,
     ) -> None:
         """Count the time between two marks. May be called from any thread."""
-        self._pending.append((split, stage, start, end))
-        self.on_stage(stage, start, end, position)
+        self._pending.append((split, stage, start, end, position))
+        if isinstance(end, float):
+            self.on_stage(stage, start, end, position)
 
     def count(self, split: Split, **amounts: Any) -> None:
         """Add to sums, by their names."""
@@ -213,14 +215,17 @@ class StageClock(Observer):
     def times(self, split: Split) -> StageTimes:
         """The sums so far."""
         for _ in range(len(self._pending)):
-            of_split, stage, start, end = self._pending.popleft()
+            pending = self._pending.popleft()
+            of_split, stage, start, end, position = pending
             if isinstance(end, float):
-                self.count(of_split, **{f"{stage}_s": end - start})
+                seconds = end - start
             elif end.query():
                 seconds = start.elapsed_time(end) / 1000
-                self.count(of_split, **{f"{stage}_s": seconds})
+                self.on_stage(stage, start, end, position)
             else:
-                self._pending.append((of_split, stage, start, end))
+                self._pending.append(pending)
+                continue
+            self.count(of_split, **{f"{stage}_s": seconds})
         return StageTimes(**self._sums[split])
 
     def sample(self) -> float | None:
@@ -242,7 +247,7 @@ class StageClock(Observer):
         self.gpu_utilization = share
         return share
 
-    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+    def asked(self, split: Split, name: str, cause: Cause) -> None:
         self._split = split
         self._end_compute()
 
@@ -265,7 +270,7 @@ class StageClock(Observer):
         self.add(position.split, "augment", self._arrived, now)
         self._computing = position, now
 
-    def saving(self, cause: Callable[[], str]) -> None:
+    def saving(self, cause: Cause) -> None:
         self._suspended = self._computing[0] if self._computing else None
         self._end_compute()
 
@@ -274,6 +279,9 @@ class StageClock(Observer):
         self.add("train", "checkpoint", self._asked, now)
         if self._suspended:
             self._computing = self._suspended, now
+
+    def ended(self) -> None:
+        self.times(self._split)
 
     def _end_compute(self) -> None:
         """The loop has launched the work of the last batch, and waits for something."""
@@ -317,7 +325,6 @@ class Situation:
         ready: share of the time for which a rank had a finished block to take.
         spilled_bytes: that the cluster's object store has written to disk since the cluster began.
         is_run: whether `raypipe train` trains, which has settings for what a loop of one's own decides itself.
-        gpu_utilization: share of the training for which the device executed kernels; None = not known.
     """
 
     world_size: int
@@ -327,7 +334,6 @@ class Situation:
     ready: float = 0.0
     spilled_bytes: int = 0
     is_run: bool = True
-    gpu_utilization: float | None = None
 
     @property
     def name(self) -> str:
@@ -433,26 +439,23 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
     values = _values(times, situation)
-    is_slow = times.checkpoint_fraction > _CHECKPOINTS_ARE_NOTHING
     speed = _SPEED + (_SAVING if times.checkpoint_s else "")
-    if situation.gpu_utilization is not None:
+    if times.gpu_utilization is not None:
         speed += _USED
+    sentences = [f"{speed}."]
     if times.step_s < _SETTLED_S:
-        sentences = [_SHORT]
+        sentences.append(_SHORT)
     else:
-        sentences = [
-            _CHECKPOINTS if is_slow else "",
-            _limit(times, situation),
-            _POOL if times.busy_s else "",
-        ]
-    if sentences[1:2] == [_WAITING]:
-        cause, advice = _INPUT[_limit_of_input(times, situation)]
-        values |= {"cause": cause.format(**values), "advice": advice}
-    return [text.format(**values) for text in (f"{speed}.", *sentences) if text]
+        if times.checkpoint_fraction > _CHECKPOINTS_ARE_NOTHING:
+            sentences.append(_CHECKPOINTS)
+        sentences += filter(None, [_limit(times, situation, values)])
+        if times.busy_s:
+            sentences.append(_POOL)
+    return [text.format(**values) for text in sentences]
 
 
 def _values(times: StageTimes, situation: Situation) -> dict[str, Any]:
-    """Return the values that the sentences name."""
+    """Return the values that the sentences name, and by which they are chosen."""
     of_stages = {
         stage: getattr(times, f"{stage}_s") / times.step_s
         for stage in ("wait", "augment", "compute", "checkpoint")
@@ -460,65 +463,54 @@ def _values(times: StageTimes, situation: Situation) -> dict[str, Any]:
     name = situation.name
     world_size = situation.world_size
     share = f"for this {name}"
-    needed = _needed(times, situation)
-    enough = max(1, math.ceil(needed)) if math.isfinite(needed) else 0
-    if world_size > 1:
-        share = f"{needed / world_size:.1f} per {name}"
+    enough = 0
+    if times.busy_s:
+        needed = times.work_s / times.busy_s * _HEADROOM * world_size
+        enough = max(1, math.ceil(needed))
+        if world_size > 1:
+            share = f"{needed / world_size:.1f} per {name}"
     pool = f"the pool has up to {situation.actors}"
     if not situation.actors:
         pool = "there are none (pool.engine=inline)"
     elif enough < situation.actors and times.wait_fraction <= _WAIT_IS_NOTHING:
         pool += " (the pool may shrink)"
+    source_s = times.work_s
+    reads = 0.0
+    if situation.readers:
+        source_s = times.read_s
+        reads = source_s * world_size / times.step_s / situation.readers
     return {
         **of_stages,
         **(_OF_RUN if situation.is_run else _OF_LOOP),
         "name": name,
         "images_per_s": times.images * world_size / times.step_s,
         "step_s": times.step_s,
-        "used": situation.gpu_utilization,
+        "used": times.gpu_utilization,
         "drained": times.drained_fraction,
         "lighter": "choose a lighter augment.preset, " * _is_augmenting(times),
         "enough": enough,
         "actor_noun": "CPU actor" if enough == 1 else "CPU actors",
         "share": share,
         "pool": pool,
-        "outage": times.outage_s / (_source_s(times, situation) or 1.0),
+        "outage": _share(times.outage_s, source_s),
         "reading_time": "the reading time" if situation.readers else "an actor's time",
-        "reads": min(1.0, _reads(times, situation)),
+        "reads": min(1.0, reads),
         "spilled_gb": situation.spilled_bytes / 1e9,
         "ready": situation.ready,
-        "read": times.read_s / (times.work_s or 1.0),
+        "read": _share(times.read_s, times.work_s),
     }
-
-
-def _needed(times: StageTimes, situation: Situation) -> float:
-    """Return the number of actors that would be enough; NaN if it is not known."""
-    if not times.busy_s:
-        return math.nan
-    return times.work_s / times.busy_s * _HEADROOM * situation.world_size
 
 
 def _is_augmenting(times: StageTimes) -> bool:
     return times.augment_s > times.compute_s
 
 
-def _source_s(times: StageTimes, situation: Situation) -> float:
-    """Return the time of what reads the store."""
-    return times.read_s if situation.readers else times.work_s
-
-
-def _reads(times: StageTimes, situation: Situation) -> float:
-    """Return the share of the time for which each reader reads; 0 = the actors read."""
-    if not situation.readers:
-        return 0.0
-    return times.read_s * situation.world_size / times.step_s / situation.readers
-
-
-def _limit(times: StageTimes, situation: Situation) -> str:
+def _limit(times: StageTimes, situation: Situation, values: dict[str, Any]) -> str:
     """Return the sentence on the stage that limits the run; empty if checkpoints do, which have their own."""
-    used = situation.gpu_utilization
+    used = times.gpu_utilization
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        return _WAITING
+        cause, advice = _INPUT[_limit_of_input(times, situation, values)]
+        return _WAITING.replace("{cause}", cause).replace("{advice}", advice)
     if times.drained_fraction > _DRAINED_IS_BEHIND:
         return _LAUNCHES + _FEWER_LAUNCHES
     if used is not None and used < _UTILIZATION_IS_LOW - times.checkpoint_fraction:
@@ -528,20 +520,21 @@ def _limit(times: StageTimes, situation: Situation) -> str:
     return _AUGMENTATION if _is_augmenting(times) else _MODEL
 
 
-def _limit_of_input(times: StageTimes, situation: Situation) -> str:
+def _limit_of_input(
+    times: StageTimes, situation: Situation, values: dict[str, Any]
+) -> str:
     """Return which of `_INPUT` a rank waits for."""
-    source_s = _source_s(times, situation)
     is_ready = situation.ready > _READY_IS_MADE
-    reads = _reads(times, situation)
+    reads = values["reads"]
     causes = {
-        "outages": source_s and times.outage_s > _OUTAGES_LIMIT * source_s,
+        "outages": values["outage"] > _OUTAGES_LIMIT,
         "copy": times.transfer_s > times.busy_s,
         "decoding": times.decode_s > times.busy_s,
         "no actors": not situation.actors,
         "reader": reads > _READS_ALWAYS,
         "object store": is_ready and situation.spilled_bytes,
         "network": is_ready,
-        "blocks": times.work_s and _needed(times, situation) <= situation.actors,
+        "blocks": times.work_s and 0 < values["enough"] <= situation.actors,
         "reading": not reads and times.read_s > 0.5 * times.work_s,
         "transform": True,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from raypipe import __version__
 from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.metrics.observer import Observer
+from raypipe.metrics.observer import Cause, Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import RunFolder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
@@ -117,9 +117,7 @@ class LoaderMetrics:
         self.run_log.step = self._plan.global_step(self._progress.cursor)
 
     @contextlib.contextmanager
-    def waiting(
-        self, position: MicroBatchId, cause: Callable[[], str]
-    ) -> Iterator[None]:
+    def waiting(self, position: MicroBatchId, cause: Cause) -> Iterator[None]:
         """Context manager: the loop waits for a batch.
 
         Args:
@@ -134,7 +132,7 @@ class LoaderMetrics:
             self.begin_interval()
 
     @contextlib.contextmanager
-    def saving(self, cause: Callable[[], str]) -> Iterator[None]:
+    def saving(self, cause: Cause) -> Iterator[None]:
         """Context manager: count its time as waiting for a checkpoint, not as compute; rank 0 reports a long
         wait.
 
@@ -276,7 +274,6 @@ class LoaderMetrics:
             # Asked of all nodes, so only where it may say why finished blocks come late.
             spilled_bytes=spilled_bytes() if ready else 0,
             is_run=self.is_run,
-            gpu_utilization=times.gpu_utilization,
         )
         remembered = _remembered(times, self.clock.times("val"))
         sentences = [*diagnose(times, situation), *_in_words(remembered)]

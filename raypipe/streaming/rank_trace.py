@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -44,8 +43,7 @@ logger = logging.getLogger(__name__)
 _NAMES = {"transfer": "copy", "checkpoint": "wait for a checkpoint"}
 _COPY_TRACK = "GPU copies"
 _GPU_TRACK = "GPU"
-# Events of the device that are not read yet; those of a few seconds.
-_MAX_PENDING = 10_000
+_STEPS_TRACK = "optimizer steps"
 _ANSWER_S = 30.0
 
 
@@ -80,9 +78,11 @@ class RankTrace(Observer):
         self._offset_us = clock_us() - time.perf_counter() * 1e6
         # an event of the device, and its time
         self._base: tuple[Any, float] | None = None
-        # name, two events of the device, and micro-batches of each stage
-        self._pending = deque[tuple[str, Any, Any, Any]](maxlen=_MAX_PENDING)
         self._chunks: list[Chunk] = []
+        # the step that is computed
+        self._step = ""
+        self._step_us = 0.0
+        self._computed_us = 0.0
         self._ends_us: float | None = None
         self._is_over = False
         self._supervisor: Any = None
@@ -93,32 +93,36 @@ class RankTrace(Observer):
         self, stage: str, start: Any, end: Any, position: MicroBatchId | None
     ) -> None:
         """Record a stage between two marks, see `StageClock`."""
-        name = _NAMES.get(stage, stage)
-        places = [position] if position else []
+        track = ""
         if isinstance(end, float):
             begin_us, end_us = (at * 1e6 + self._offset_us for at in (start, end))
-            add_slice(name, begin_us, end_us, places)
-            return
-        if self._base is None:
-            self._base = self._now_on_device()
-        self._pending.append((name, start, end, places))
-
-    def _now_on_device(self) -> tuple[Any, float]:
-        """Return an event of the device, and its time on the host's clock: once, the host waits for the device."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        event.synchronize()
-        return event, clock_us()
-
-    def _read_device(self) -> None:
-        """Record the stages that the device has passed."""
-        while self._base and self._pending and self._pending[0][2].query():
+        else:
+            track = _COPY_TRACK if stage == "transfer" else _GPU_TRACK
+            if self._base is None:
+                # once, the host waits for the device
+                event = torch.cuda.Event(enable_timing=True)
+                event.record(torch.cuda.current_stream(self._device))
+                event.synchronize()
+                self._base = event, clock_us()
             base, base_us = self._base
-            name, start, end, places = self._pending.popleft()
-            begin_us = base_us + base.elapsed_time(start) * 1e3
-            end_us = base_us + base.elapsed_time(end) * 1e3
-            track = _COPY_TRACK if name == "copy" else _GPU_TRACK
-            add_slice(name, begin_us, end_us, places, track)
+            begin_us, end_us = (
+                base_us + base.elapsed_time(event) * 1e3 for event in (start, end)
+            )
+        places = [position] if position else []
+        add_slice(_NAMES.get(stage, stage), begin_us, end_us, places, track)
+        if stage == "compute" and position:
+            step, _, _ = str(position).rpartition("-")
+            if step != self._step:
+                self._end_step()
+                self._step = step
+                self._step_us = begin_us
+            self._computed_us = end_us
+
+    def _end_step(self) -> None:
+        """Record an optimizer step, from the compute of its first micro-batch to that of its last."""
+        if self._step:
+            times = (self._step_us, self._computed_us)
+            add_slice(f"step {self._step}", *times, track=_STEPS_TRACK)
 
     def opened(self, supervisor: Any) -> None:
         if supervisor is not None and not self._is_over:
@@ -128,7 +132,6 @@ class RankTrace(Observer):
             self._sender = TraceSender(supervisor, process)
 
     def handed_out(self, position: MicroBatchId, amounts: Any) -> None:
-        self._read_device()
         if self._ends_us is None:
             self._ends_us = clock_us() + self._us
         elif clock_us() > self._ends_us:
@@ -138,7 +141,6 @@ class RankTrace(Observer):
         """The stream ends, and its Supervisor, whose events are taken now."""
         if self._is_over:
             return
-        self._read_device()
         if self._sender:
             self._sender.stop()
         if self._supervisor is not None and not self._rank and ray.is_initialized():
@@ -157,16 +159,15 @@ class RankTrace(Observer):
             return
         self.ended()
         self._is_over = True
+        self._end_step()
         count_memory()
         own = Chunk(self._name, json.dumps(take_events()))
         end_recording()
-        if not self._rank:
-            self._write([own, *self._chunks])
-
-    def _write(self, chunks: list[Chunk]) -> None:
+        if self._rank:
+            return
         about = {"run": self._run, "written_by": f"raypipe {__version__}"}
         try:
-            write_text(self._address, to_json(chunks, about))
+            write_text(self._address, to_json([own, *self._chunks], about))
         except (RaypipeError, pa.ArrowException, OSError) as error:
             logger.warning("the trace cannot be written: %s", error)
             return

@@ -28,7 +28,7 @@ import ray
 
 from raypipe.background import Repeating
 from raypipe.errors import RaypipeError
-from raypipe.metrics.observer import Observer
+from raypipe.metrics.observer import Cause, Observer
 from raypipe.metrics.records import STATUS, RecordWriter, RunFolder, write_file
 from raypipe.progress import print_progress
 from raypipe.storage.retries import tried_once
@@ -71,7 +71,7 @@ class _Wait:
     """
 
     name: str
-    cause: Callable[[], str]
+    cause: Cause
     due_s: float
     since: float = field(default_factory=time.time)
 
@@ -149,7 +149,11 @@ class RunLog(Observer):
                 "to_step": of_run["settings"]["to_step"],
             }
             self.log = RecordWriter(
-                self._folder, self.step, self._world_size, validates, **of_run
+                self._folder,
+                step=self.step,
+                workers=self._world_size,
+                validates=validates,
+                **of_run,
             )
             for sentence in rewritten(self.log.earlier, of_run.get("stream", {})):
                 logger.warning("%s", sentence)
@@ -182,13 +186,13 @@ class RunLog(Observer):
             printed = {name: value for name, value in values.items() if name != "text"}
             print_progress(logger, line, step=self.step, kind=kind, **printed)
 
-    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+    def asked(self, split: Split, name: str, cause: Cause) -> None:
         self._begin_wait(name, cause)
 
-    def saving(self, cause: Callable[[], str]) -> None:
+    def saving(self, cause: Cause) -> None:
         self._begin_wait(_CHECKPOINT, cause)
 
-    def _begin_wait(self, name: str, cause: Callable[[], str]) -> None:
+    def _begin_wait(self, name: str, cause: Cause) -> None:
         """The loop waits. A line now and then names what it waits for, and the cause."""
         self._begin_looking()
         self._wait = _Wait(name, cause, _FIRST_TOLD_S)
@@ -215,16 +219,15 @@ class RunLog(Observer):
             self._looks.start()
 
     def _look_around(self) -> None:
-        self._look_for_stop(time.time())
-        self._tell_events(_LOOK_S)
-        self._look(time.time())
-
-    def _look_for_stop(self, now: float) -> None:
-        """Look for a request to stop, if due; storage that fails is asked again."""
+        """Look for a request to stop, if due; tell what has happened, and of a long wait."""
+        now = time.time()
         if not self.stops and now - self._stop_looked_at >= self._stop_every_s:
             self._stop_looked_at = now
+            # storage that fails is asked again
             with tried_once():
                 self.stops = self.stop_requested()
+        self._tell_events(_LOOK_S)
+        self._look(time.time())
 
     def answer_stop(self) -> None:
         """Confirm in the run's folder that the loop has seen a request to stop."""

@@ -8,7 +8,7 @@ import pytest
 from raypipe.commands.bench import (
     compared,
     costs,
-    cpus_needed,
+    needs,
     print_bench,
     steady,
     stream_once,
@@ -75,7 +75,7 @@ def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
     store = SlowStore([sample["image"] for sample in samples(8)], [0] * 8)
     config = TransformConfig(train="center", size=16)
     found = stream_once(store, config, PoolConfig(engine="inline"), 4, 0.2, 400.0)
-    assert found["micro_batch_bytes"] == 4 * 16 * 16 * 3
+    assert 1 <= found["micro_batch_bytes"] / (4 * 16 * 16 * 3) < 1.2
     assert found["torch_ms_per_batch"] >= 10, "each batch is read apart"
     assert found["torch_images_per_s"] == pytest.approx(
         4000 / found["torch_ms_per_batch"]
@@ -92,9 +92,17 @@ def test_a_stream_above_its_ceiling_is_explained() -> None:
 
 
 def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
-    found = {"stream_images_per_s": 1000.0, "actors": 2}
-    assert cpus_needed(found, 20_000, 1.0) == 46  # 20,000 x 1.15 / 500
-    assert cpus_needed(found, 20_000, 0.5) == 23 and cpus_needed(found, 1, 2.0) == 2
+    found: dict[str, float] = {"stream_images_per_s": 1000.0, "actors": 2}
+    found |= {"read_gb_per_million": 110.0, "sent_gb_per_million": 100.0}
+
+    def cpus(images_per_s: float, cpus_per_actor: float) -> float:
+        return needs(found, images_per_s, cpus_per_actor)["cpus_needed"]
+
+    assert cpus(20_000, 1.0) == 46  # 20,000 x 1.15 / 500
+    assert cpus(20_000, 0.5) == 23 and cpus(1, 2.0) == 2
+    sent = needs(found, 20_000, 1.0)
+    assert sent["read_gbit_per_s"] == pytest.approx(17.6)
+    assert sent["sent_gbit_per_s"] == pytest.approx(16.0)
 
 
 def test_a_million_images_have_core_hours_gigabytes_and_a_price(
@@ -114,23 +122,7 @@ def test_a_million_images_have_core_hours_gigabytes_and_a_price(
         "dollars_per_million": pytest.approx(0.04 * core_hours + 0.01 * 100),
     }
     assert "dollars_per_million" not in costs(figures, 0.5, 0, 0)
-    print_bench(
-        figures
-        | million
-        | {
-            "store": "a.lmdb",
-            "transform": "light",
-            "wanted_images_per_s": 20_000,
-            "cpus_needed": 26,
-        }
-    )
+    print_bench(figures | million | {"store": "a.lmdb", "transform": "light"})
     out = capsys.readouterr().out
     assert out.startswith("a.lmdb\n") and "  dollars per million        1.012\n" in out
-    assert (
-        "next(loader) takes 11.00 ms for 10 images, 909 images/s: 1.01 of the stream's rate."
-        in out
-    )
-    assert (
-        "20,000 images/s need 26 such CPUs, 15% to spare, which read 17.6 Gbit/s from the store and send 16.0"
-        in out
-    )
+    assert "  torch ms per batch         11\n" in out

@@ -74,11 +74,10 @@ def test_the_tiles_are_what_a_run_makes() -> None:
         assert names == ["transformed", "augmented"]
         stored = store.read(np.array([index]))["image"][0]
         assert np.array_equal(decoded.image, decode(stored))
-        ((place, row),) = find_draws(shown.plan, epoch, [index])
-        assert place is not None
-        remade = Remade(shown.maker, place)
-        assert np.array_equal(transformed.image, remade.host["image"][row])
-        image = remade.finished.image[row].movedim(0, -1)
+        at = find_draws(shown.plan, epoch, [index])[index]
+        remade = Remade(shown.maker, at.micro_batch)
+        assert np.array_equal(transformed.image, remade.host["image"][at.row])
+        image = remade.finished.image[at.row].movedim(0, -1)
         pixels = (image * torch.tensor(std) + torch.tensor(mean)) * 255
         assert np.array_equal(fed.image, pixels.round().clamp(0, 255).byte())
 
@@ -88,11 +87,10 @@ def test_the_caption_of_a_mixed_tile_is_its_target(kind: str) -> None:
     shown = made(memory(), replace(FLIP, **{f"{kind.lower()}_alpha": 0.4}))
     indices = first_of(shown)
     for index, row in zip(indices, shown.tiles(indices, [0])[0], strict=True):
-        ((at, place),) = find_draws(shown.plan, 0, [index])
-        assert at is not None
-        mixed = Remade(shown.maker, at).finished.mix
+        at = find_draws(shown.plan, 0, [index])[index]
+        mixed = Remade(shown.maker, at.micro_batch).finished.mix
         assert mixed is not None
-        partner = int(shown.plan.indices(at)[(place + 1) % B])
+        partner = int(shown.plan.indices(at.micro_batch)[(at.row + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
         assert row[2].lines == (
             f"{kind}: {mixed.lam:.2f} {own}",
@@ -106,9 +104,8 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     shown = made(memory(bad=bad))
     decoded, transformed, fed = shown.tiles([bad], [0])[0][0]
     assert decoded.image is None and "JPEG" in decoded.reason
-    ((at, _),) = find_draws(shown.plan, 0, [bad])
-    assert at is not None
-    substitute = shown.plan.substitute(at, bad, 0)
+    at = find_draws(shown.plan, 0, [bad])[bad]
+    substitute = shown.plan.substitute(at.micro_batch, bad, 0)
     assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
     assert transformed.image is not None and fed.lines == (
         "not mixed",
@@ -118,7 +115,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
     shown = made(memory(35))
-    index = [at for at, _ in find_draws(shown.plan, 1, range(35))].index(None)
+    (index, *_) = set(range(35)) - find_draws(shown.plan, 1, range(35)).keys()
     tile = shown.tiles([index], [1])[0][0][1]
     assert (tile.image, tile.reason) == (None, "not drawn in this epoch")
 
@@ -301,10 +298,9 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     indices = first_of(shown)
     rows, names = shown.tiles(indices, [0, 1])
     assert names == ["global 0", "global 1", "local 0", "local 1", "local 2"]
-    ((at, place),) = find_draws(shown.plan, 0, indices[:1])
-    assert at is not None
-    fed = Remade(shown.maker, at).finished.views
+    at = find_draws(shown.plan, 0, indices[:1])[indices[0]]
+    fed = Remade(shown.maker, at.micro_batch).finished.views
     for number, tile in enumerate(rows[0][1:6]):
         name, crop = ("global", number) if number < 2 else ("local", number - 2)
-        assert np.array_equal(tile.image, crops(fed[name])[place, crop])
+        assert np.array_equal(tile.image, crops(fed[name])[at.row, crop])
     assert [len(row) for row in rows] == [1 + 2 * 5] * 4

@@ -21,6 +21,7 @@ from raypipe.commands.when import print_when, when
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import RaypipeError
 from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming.record.digest_log import sum_of
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def test_places_that_the_run_does_not_have_are_findings_not_a_hang(run: Path) ->
     line["finished"] = line["hash"]
     with first_file(run, "digests").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    for ending, text in (("jsonl", ""), ("json", "[0, 0]")):
+    for ending, text in (("jsonl", ""), ("json", json.dumps(sum_of(b"")))):
         path = run / "digests" / f"epoch-{10**12}-rank-0000-a.{ending}"
         path.write_text(text)
     result = audit(str(run), samples=0)

@@ -12,11 +12,12 @@ import pytest
 from raypipe import progress
 from raypipe.launch.train_function import _StartRecord
 from raypipe.metrics.records import RecordWriter, read_records
+from raypipe.storage.filesystem import open_filesystem
 
 
 @pytest.fixture
 def writer(tmp_path: Path) -> RecordWriter:
-    return RecordWriter(tmp_path.as_uri(), 0)
+    return RecordWriter(open_filesystem(tmp_path.as_uri()), step=0)
 
 
 def begin_start(writer: RecordWriter, tmp_path: Path) -> _StartRecord:

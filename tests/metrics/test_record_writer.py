@@ -17,7 +17,7 @@ def steps(run: Path | str, kind: str = "train") -> list[int]:
 
 
 def written(run: Path, numbers: range, at: int = 0) -> None:
-    log = RecordWriter(run.as_uri(), at)
+    log = RecordWriter(open_filesystem(run.as_uri()), step=at)
     for step in numbers:
         log.write("train", step, loss=step / 2)
     log.close()
@@ -25,14 +25,14 @@ def written(run: Path, numbers: range, at: int = 0) -> None:
 
 def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
-    log = RecordWriter(run.as_uri(), 0, workers=2)
+    log = RecordWriter(open_filesystem(run.as_uri()), step=0, workers=2)
     log.write("train", 4, loss=0.5, epoch=0)
     log.write("val", 5, accuracy=None)
     log.close()
     assert [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ] == [
-        {"kind": "start", "step": 0, "workers": 2, "validates": False},
+        {"kind": "start", "step": 0, "workers": 2},
         {"kind": "train", "step": 4, "loss": 0.5, "epoch": 0},
         {"kind": "val", "step": 5, "accuracy": None},
     ]
@@ -53,7 +53,7 @@ def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
 ) -> None:
     written(full_disk, range(1, 4))
     fill(full_disk)
-    log = RecordWriter(full_disk.as_uri(), 3)  # a resume
+    log = RecordWriter(open_filesystem(full_disk.as_uri()), step=3)  # a resume
     for step in range(4, 60):
         log.write("train", step, loss=0.5, text="x" * 300)
         log.sync()
@@ -73,7 +73,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     (tmp_path / "runs").mkdir()
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     run = tmp_path / "runs" / "mine"
-    log = RecordWriter((remote, "runs/mine"), 0)
+    log = RecordWriter((remote, "runs/mine"), step=0)
     log.write("train", 1, loss=1.0)
     assert not run.exists()
     log.sync()
@@ -81,7 +81,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     log.write("train", 2, loss=1.0)
     log.close()
     assert steps(run) == [1, 2]
-    log = RecordWriter((remote, "runs/mine"), 1)
+    log = RecordWriter((remote, "runs/mine"), step=1)
     log.write("train", 2, loss=0.5)
     log.close()
     assert (
@@ -94,7 +94,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
 def test_records_are_kept_here_if_their_bucket_is_gone(
     bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RecordWriter(f"{bucket}/runs/mine", 0)
+    log = RecordWriter(open_filesystem(f"{bucket}/runs/mine"), step=0)
     log.write("train", 1, loss=1.0)
     log._filesystem = open_filesystem(f"{bucket}-gone")[0]
     log._remote = f"{bucket[5:]}-gone/runs/mine"

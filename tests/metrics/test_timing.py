@@ -19,6 +19,9 @@ CPU = torch.device("cpu")
 
 def text(times: StageTimes, world_size: int = 1, actors: int = 4, **more: Any) -> str:
     """Of a run that takes ten times as long: a short one gets no advice."""
+    used = more.pop("gpu_utilization", None)
+    if used is not None:
+        times += StageTimes(utilization_sum=used, utilization_samples=1)
     long = sum([times] * 10, StageTimes())
     return " ".join(diagnose(long, Situation(world_size, actors, **more)))
 

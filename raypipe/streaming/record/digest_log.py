@@ -11,9 +11,9 @@ The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch r
 device stage has finished it on a CPU. The root of an epoch is a hash over the sorted lines of all ranks, so W does
 not change it. No rank waits for another.
 
-Both are replaced as a whole, at each checkpoint and every few seconds. Steps that a run does over again are recorded
-again, and the lines of the newest file, by its name, count. The seal of a start names the settings under which its
-lines were written, see `raypipe.streaming.record.opened`.
+Both are replaced as a whole, at each checkpoint and every few seconds. Steps that a run does over again are
+recorded again, and the lines of the newest file, by its name, count. The seal of a start names the settings under
+which its lines were written, see `raypipe.streaming.record.opened`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import BestEffort, RunFolder, objects_of, write_file
+from raypipe.metrics.records import (
+    BestEffort,
+    Record,
+    RunFolder,
+    objects_of,
+    write_file,
+)
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import errors_as
@@ -58,7 +64,7 @@ class Hashes(NamedTuple):
 
     stream: str
     finished: str
-    start: dict[str, Any]
+    start: Record
 
 
 class EpochRecord(NamedTuple):
@@ -152,19 +158,15 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self.flush()
-                self._begin_file(position.epoch)
+                self._epoch = position.epoch
+                name = f"epoch-{position.epoch:04d}-rank-{self._start['rank']:04d}"
+                self._name = f"{DIGESTS}/{name}-{round(time.time() * 1e6):x}"
+                self._lines = [json.dumps(self._start) + "\n"]
+                self._num_written = 0
             self._lines.append(_line(position, *hashes))
             is_due = time.monotonic() - self._flushed_at > self._flush_s
             if batch.ends_split or is_due:
                 self.flush()
-
-    def _begin_file(self, epoch: int) -> None:
-        """Begin the file of an epoch; its first line is that of this start."""
-        self._epoch = epoch
-        name = f"epoch-{epoch:04d}-rank-{self._start['rank']:04d}"
-        self._name = f"{DIGESTS}/{name}-{round(time.time() * 1e6):x}"
-        self._lines = [json.dumps(self._start) + "\n"]
-        self._num_written = 0
 
     def saving(self, cause: Any) -> None:
         """Write all lines, since a resume from the checkpoint does not make them again."""
@@ -230,7 +232,7 @@ def read_epoch(folder: RunFolder, epoch: int) -> EpochRecord:
             continue
         content, is_whole = _read(folder[0], path)
         of_file: dict[MicroBatchId, Hashes] = {}
-        start: dict[str, Any] = {}
+        start: Record = {}
         for line in objects_of(content):
             place = place_in(str(line.get("micro_batch")))
             if line.get("kind") == "start":
@@ -245,18 +247,14 @@ def read_epoch(folder: RunFolder, epoch: int) -> EpochRecord:
                 is_whole &= bool(hashes.finished) == (start.get("device") == "cpu")
         for place, hashes in of_file.items():
             earlier = record.recorded.get(place, hashes)
-            if _differ(earlier, hashes):
+            # a rank on a GPU records none of what it has finished
+            finished = {earlier.finished, hashes.finished} - {""}
+            if earlier.stream != hashes.stream or len(finished) > 1:
                 record.unequal.append((place, earlier, hashes))
         record.recorded.update(of_file)
         if not is_whole:
             record.damaged.append(path.rpartition("/")[2])
     return record
-
-
-def _differ(first: Hashes, second: Hashes) -> bool:
-    """Return whether hashes of a place differ, as far as both are recorded."""
-    both = {first.finished, second.finished} - {""}
-    return first.stream != second.stream or len(both) > 1
 
 
 def place_in(name: str) -> MicroBatchId | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -11,10 +10,12 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from raypipe.importing import user_code
 from raypipe.library_settings import as_text
-from raypipe.packages import user_code, versions
+from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.section import Limits, Section
+from raypipe.storage.files import short_hash
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import Store
 from raypipe.stores.facts import written_of
@@ -159,8 +160,7 @@ def sealed(record: Mapping[str, Any], workers: int) -> str:
     kept = {name: record[name] for name in ("augment", "plan", "dtype")}
     kept["workers"] = workers
     kept["arguments"] = record["arguments"] | {"plan": plan}
-    text = json.dumps(kept, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return short_hash(json.dumps(kept, sort_keys=True))
 
 
 def written_files(stores: Mapping[Split, Store]) -> dict[str, str]:

@@ -463,8 +463,7 @@ def test_bottleneck(store: Path, tmp_path: Path) -> None:
     result = without_ray.train(small_run(tmp_path, store, store, 2, 2))
     records = (Path(result["run_dir"]) / "metrics.jsonl").read_text()
     assert "of a trainer is" in records
-    used = {"utilization_sum": 0.4, "utilization_samples": 1}
-    fed = StageTimes(images=1000, wait_s=1, compute_s=99, micro_batches=100, **used)
+    fed = StageTimes(1000, 1, compute_s=99, utilization_sum=0.4, utilization_samples=1)
     advice = " ".join(diagnose(fed, Situation(1, 4, "cuda")))
     assert "it executes kernels for 40%" in advice
     assert "compile: true in train.model" in advice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def preview(
     epochs: int = 3,
     samples: int = 6,
     indices: list[int] | None = None,
-) -> Result:
+) -> dict[str, Any]:
     """Write a picture of a stream's training samples, as PNG; the values of its columns are in the captions.
 
     Args:

@@ -12,8 +12,8 @@ from raypipe.printing import Result, print_objects, print_table, told
 _INDEX = re.compile(r"-?(0|[1-9]\d{0,17})", re.ASCII)
 # The columns of the tables, which leave out what --json has besides.
 _OF_SAMPLE = ("index", "name", "split", "num_drawn", "num_to_come", "error")
-_OF_DRAW = ("epoch", "step", "rank", "micro", "row")
-_OF_DRAW += ("has_come", "was_bad", "replaced_by", "instead_of")
+_OF_PLACE = ("epoch", "step", "rank", "micro")
+_OF_DRAW = (*_OF_PLACE, "row", "has_come", "was_bad", "replaced_by", "instead_of")
 
 
 def when(
@@ -94,7 +94,7 @@ def print_when(result: Result) -> None:
         print(f"note: {sentence}")
     samples = result["samples"]
     if result["flags"] is not None:
-        print_objects(result["flags"], "epoch", "step", "rank", "micro", "reason")
+        print_objects(result["flags"], *_OF_PLACE, "reason")
     elif len(samples) == 1:
         print_table("sample", told(samples[0], "draws"))
         print_objects(samples[0]["draws"], *_OF_DRAW)

@@ -94,7 +94,7 @@ class History:
     def flags(self) -> list[Result]:
         """Read all micro-batches that the loop has flagged, in the order of the run's steps."""
         folder = join_address(as_uri(self._run.address), FLAGS)
-        flags = []
+        flags = list[Result]()
         for name in names_of_lines(folder):
             written = read_lines(join_address(folder, f"{name}.jsonl"), _flag)
             of_reason = {flag["reason"]: {**flag, "place": name} for flag in written}

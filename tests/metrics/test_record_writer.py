@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow.fs
@@ -11,8 +10,8 @@ from raypipe.metrics.records import RecordWriter, read_records
 from raypipe.storage.filesystem import open_filesystem
 
 
-def steps(run: Path | str, kind: str = "train") -> list[int]:
-    found = read_records(run if isinstance(run, str) else run.as_uri())
+def steps(run: Path, kind: str = "train") -> list[int]:
+    found = read_records(run.as_uri())
     return [record["step"] for record in found if record.get("kind") == kind]
 
 
@@ -29,9 +28,7 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     log.write("train", 4, loss=0.5, epoch=0)
     log.write("val", 5, accuracy=None)
     log.close()
-    assert [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ] == [
+    assert read_records(run.as_uri()) == [
         {"kind": "start", "step": 0, "workers": 2},
         {"kind": "train", "step": 4, "loss": 0.5, "epoch": 0},
         {"kind": "val", "step": 5, "accuracy": None},
@@ -84,11 +81,8 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     log = RecordWriter((remote, "runs/mine"), step=1)
     log.write("train", 2, loss=0.5)
     log.close()
-    assert (
-        steps(run) == [1, 2]
-        and json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
-        == 0.5
-    )
+    assert steps(run) == [1, 2]
+    assert read_records(run.as_uri())[-1]["loss"] == 0.5
 
 
 def test_records_are_kept_here_if_their_bucket_is_gone(

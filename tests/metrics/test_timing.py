@@ -17,12 +17,17 @@ from raypipe.metrics.timing import (
 CPU = torch.device("cpu")
 
 
-def text(times: StageTimes, world_size: int = 1, actors: int = 4, **more: Any) -> str:
+def text(
+    times: StageTimes,
+    world_size: int = 1,
+    actors: int = 4,
+    used: float = 0,
+    **more: Any,
+) -> str:
     """Of a run that takes ten times as long: a short one gets no advice."""
-    used = more.pop("gpu_utilization", None)
-    if used is not None:
-        times += StageTimes(utilization_sum=used, utilization_samples=1)
-    long = sum([times] * 10, StageTimes())
+    long = sum(
+        [times] * 10, StageTimes(utilization_sum=used, utilization_samples=used > 0)
+    )
     return " ".join(diagnose(long, Situation(world_size, actors, **more)))
 
 
@@ -85,7 +90,7 @@ HOST = BUSY | {"drained": 93}
 FED = BUSY | {"wait_s": 0.1, "compute_s": 9.9, "augment_s": 0.0, "drained": 10}
 
 ON_GPU = {"actors": 2, "device": "cuda"}
-IDLE = {"device": "cuda", "gpu_utilization": 0.4}
+IDLE = {"device": "cuda", "used": 0.4}
 NETWORK = "The network to the trainers limits the run"
 
 ADVICE: dict[str, tuple[dict[str, float], dict[str, Any], list[str], list[str]]] = {
@@ -260,7 +265,7 @@ ADVICE: dict[str, tuple[dict[str, float], dict[str, Any], list[str], list[str]]]
     ),
     "a busy GPU": (
         FED,
-        IDLE | {"gpu_utilization": 0.97},
+        IDLE | {"used": 0.97},
         [f"{MODEL}: the stream keeps up.", "for 97% of it"],
         [],
     ),

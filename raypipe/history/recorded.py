@@ -23,7 +23,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.metrics.records import RECORDS, Record, read_records
+from raypipe.metrics.records import RECORDS, read_records
 from raypipe.mistakes import choices
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -85,45 +85,6 @@ class Start(NamedTuple):
         )
 
 
-def _starts_in(
-    records: list[Record],
-    run_uri: str,
-    trust_run_code: bool,
-    given: dict[str, Any],
-) -> list[Start]:
-    """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
-    streams: dict[str, RecordedStream] = {}
-    starts = []
-    for record in records:
-        if record.get("kind") != "start" or record.get("stream") is None:
-            continue
-        with damage_told(join_address(run_uri, RECORDS)):
-            # A resume may change settings, and most do not.
-            text = json.dumps(record["stream"], sort_keys=True)
-            if text not in streams:
-                described = StreamRecord(**record["stream"])
-                streams[text] = RecordedStream(
-                    run_uri, described, trust_run_code, given
-                )
-            workers = whole_number(record.get("workers", 1), "workers", 1)
-            start = Start(
-                whole_number(record["step"], "step"),
-                workers,
-                bool(record.get("validates")),
-                streams[text],
-                dict(record.get("settings", {})),
-                sealed(record["stream"], workers),
-            )
-            starts.append(start)
-    if not starts:
-        address = run_uri.removeprefix("file://")
-        raise ConfigError(
-            f"{address} does not exist, or has no start in its {RECORDS}: give the folder of a run that has "
-            "begun to train, which it printed as run_dir, or which raypipe.loader got as run_dir"
-        )
-    return starts
-
-
 def given_of(**values: Any) -> dict[str, Any]:
     """Return the arguments that options give instead of the recorded ones."""
     return {name: value for name, value in values.items() if value}
@@ -158,7 +119,35 @@ class RecordedRun:
         self.address = run_uri.removeprefix("file://")
         self.records = read_records(run_uri)
         check_owner(run_uri, trust_run_code)
-        self.starts = _starts_in(self.records, run_uri, trust_run_code, given)
+        self.starts: list[Start] = []
+        streams: dict[str, RecordedStream] = {}
+        for record in self.records:
+            described = record.get("stream")
+            if record.get("kind") != "start" or described is None:
+                continue
+            with damage_told(join_address(run_uri, RECORDS)):
+                # A resume may change settings, and most do not.
+                text = json.dumps(described, sort_keys=True)
+                if text not in streams:
+                    stream = StreamRecord(**described)
+                    streams[text] = RecordedStream(
+                        run_uri, stream, trust_run_code, given
+                    )
+                workers = whole_number(record.get("workers", 1), "workers", 1)
+                start = Start(
+                    whole_number(record["step"], "step"),
+                    workers,
+                    bool(record.get("validates")),
+                    streams[text],
+                    dict(record.get("settings", {})),
+                    sealed(described, workers),
+                )
+                self.starts.append(start)
+        if not self.starts:
+            raise ConfigError(
+                f"{self.address} does not exist, or has no start in its {RECORDS}: give the folder of a run that "
+                "has begun to train, which it printed as run_dir, or which raypipe.loader got as run_dir"
+            )
         self.stream = self.starts[-1].stream
 
     def __len__(self) -> int:

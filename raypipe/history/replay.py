@@ -153,9 +153,18 @@ class Replay(RecordedRun):
             other's); `loss`: the first step at which their records have different losses, None = none; and
             `unknown`: why pixels could not be compared, empty = they were.
         """
-        order, compared_steps = self._first_other_order(other)
+        num_steps = min(len(self), len(other))
+        compared_steps = num_steps
+        order = None
+        if self.plan.fingerprint != other.plan.fingerprint:
+            num_drawn = max(1, _MAX_DRAWS // self.plan.global_batch_size)
+            compared_steps = min(num_steps, num_drawn)
+            for step in range(1, compared_steps + 1):
+                if self._order_of(step) != other._order_of(step):
+                    order = compared_steps = step
+                    num_steps = step - 1
+                    break
         # until the order parts, else the first and those that begin epochs
-        num_steps = min(len(self), len(other)) if order is None else order - 1
         begins = range(1, num_steps + 1, max(1, self.plan.steps_per_epoch))
         made: list[int] = []
         pixels = None
@@ -187,17 +196,6 @@ class Replay(RecordedRun):
             "loss": min(parted, default=None),
             "unknown": unknown,
         }
-
-    def _first_other_order(self, other: Replay) -> tuple[int | None, int]:
-        """The first step of another order, None = none of those compared; and how many were compared."""
-        num_steps = min(len(self), len(other))
-        if self.plan.fingerprint == other.plan.fingerprint:
-            return None, num_steps
-        num_steps = min(num_steps, max(1, _MAX_DRAWS // self.plan.global_batch_size))
-        for step in range(1, num_steps + 1):
-            if self._order_of(step) != other._order_of(step):
-                return step, step
-        return None, num_steps
 
     def _order_of(self, step: int) -> bytes:
         """The samples of a step and their keys, as bytes; empty if it is left out."""

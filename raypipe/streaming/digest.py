@@ -147,10 +147,13 @@ def other_settings(
     }
 
 
-def plain_settings(
-    spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int
-) -> dict[str, Any]:
-    """A stream's settings, as names and plain values; its range in training steps through all epochs."""
+def plain_settings(spec: StreamSpec, **of_use: int) -> dict[str, Any]:
+    """A stream's settings, as names and plain values.
+
+    Args:
+        of_use: what must not change the stream: `workers`, `actors`, and its range in training steps through all
+            epochs, `from_step` and `to_step`.
+    """
     val = spec.stores.get("val")
     sampler = spec.plan.config.sampler
     of_plan = dataclasses.asdict(spec.plan.config)
@@ -171,10 +174,7 @@ def plain_settings(
         "val.fingerprint": val and val.fingerprint,
         "left_out": spec.plan.kept["train"].num_left_out,
         "val.left_out": spec.plan.kept["val"].num_left_out,
-        "workers": workers,
-        "actors": actors,
-        "from_step": from_step,
-        "to_step": to_step,
+        **of_use,
         "machine": platform.machine(),
     }
     for section, values in sections.items():

@@ -187,15 +187,12 @@ class RunLog(Observer):
             print_progress(logger, line, step=self.step, kind=kind, **printed)
 
     def asked(self, split: Split, name: str, cause: Cause) -> None:
-        self._begin_wait(name, cause)
-
-    def saving(self, cause: Cause) -> None:
-        self._begin_wait(_CHECKPOINT, cause)
-
-    def _begin_wait(self, name: str, cause: Cause) -> None:
         """The loop waits. A line now and then names what it waits for, and the cause."""
         self._begin_looking()
         self._wait = _Wait(name, cause, _FIRST_TOLD_S)
+
+    def saving(self, cause: Cause) -> None:
+        self.asked("train", _CHECKPOINT, cause)
 
     def _end_wait(self, split: Split | None = None) -> None:
         self._wait = _own_work(_FIRST_TOLD_S)

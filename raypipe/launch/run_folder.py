@@ -6,7 +6,7 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
                        see `raypipe.metrics.records`, and `raypipe.streaming.run_log`, which writes them
 RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
 RUN/samples.jsonl      with train.log "samples": the samples of each micro-batch
-RUN/digests/           with train.log "digest": hashes of each rank's micro-batches, and counts of them, see
+RUN/digests/           with train.log "digest": hashes of each rank's micro-batches, and sums over them, see
                        `raypipe.streaming.record.digest_log`
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import shutil
 import tempfile
 import threading
@@ -36,7 +35,6 @@ _MAX_STEP = 1 << 62
 STATUS = "status.json"
 _WAIT_EVERY_S = 15.0  # `record_wait` is called after each try of Ray Train's, of 10 s
 _START = "start"
-_START_LINE = re.compile(rb'^\{"kind": "start".*', re.MULTILINE)
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
@@ -159,13 +157,6 @@ def append_whole(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-def _last_start(path: Path) -> Record:
-    """Return the last start in a file of records; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
-        return json.loads(_START_LINE.findall(path.read_bytes())[-1])
-    return {}
-
-
 class BestEffort:
     """Turns a file of a run that cannot be written into a warning, the first time: it does not end the run.
 
@@ -223,7 +214,11 @@ class RecordWriter:
                 content = read_whole(f"{self._remote}/{name}", self._filesystem)
                 if content is not None:
                     (self._folder / name).write_bytes(content)
-        self.earlier = _last_start(self._folder / RECORDS).get("stream")
+        self.earlier: Any = None
+        with self._best_effort(RECORDS):
+            for record in read_records(str(self._folder)):
+                if record.get("kind") == _START:
+                    self.earlier = record.get("stream")
         self._append(RECORDS, [{"kind": _START, **start}])
         if (self._folder / SAMPLES).exists():
             start.pop("stream", None)

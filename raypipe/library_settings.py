@@ -5,38 +5,35 @@ A program sets them at its top, and no actor runs that. So actors get those of t
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from raypipe.importing import loaded_module
 
-
-@dataclass(frozen=True)
-class _Setting:
-    """A setting of a library.
-
-    Attributes:
-        module: the module that has it.
-        read, write: functions of the module, and of a plain value.
-        default: the value in a new process.
-    """
-
-    module: str
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
-    default: Any
+_OPENERS = "PIL.Image.register_open"
+_BACKEND = "torchvision.set_image_backend"
+_DTYPE = "torch.set_default_dtype"
+# Attributes of modules → the value in a new process.
+_ATTRIBUTES = {
+    "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": False,
+    "PIL.Image.MAX_IMAGE_PIXELS": (1 << 30) // 4 // 3,
+}
 
 
-def _attribute(module: str, name: str, default: Any) -> _Setting:
-    return _Setting(
-        module,
-        lambda of: getattr(of, name),
-        lambda of, value: setattr(of, name, value),
-        default,
-    )
+def of_this_process() -> dict[str, Any]:
+    """Return the settings of this process, by name; the libraries' defaults where they are not loaded."""
+    image = loaded_module("PIL.Image")
+    torchvision = loaded_module("torchvision")
+    torch = loaded_module("torch")
+    dtype = torch.get_default_dtype() if torch else "float32"
+    found: dict[str, Any] = {_OPENERS: _openers(image) if image else {}}
+    for name, default in _ATTRIBUTES.items():
+        module, _, attribute = name.rpartition(".")
+        found[name] = getattr(loaded_module(module), attribute, default)
+    found[_BACKEND] = torchvision.get_image_backend() if torchvision else "PIL"
+    found[_DTYPE] = str(dtype).removeprefix("torch.")
+    return found
 
 
 def _openers(image: Any) -> dict[str, list[str]]:
@@ -49,45 +46,6 @@ def _openers(image: Any) -> dict[str, list[str]]:
     return found
 
 
-def _register(image: Any, openers: Mapping[str, list[str]]) -> None:
-    for name, (module, factory, accept) in openers.items():
-        plugin = importlib.import_module(module)
-        image.register_open(name, getattr(plugin, factory), getattr(plugin, accept))
-
-
-_SETTINGS = {
-    "PIL.Image.register_open": _Setting("PIL.Image", _openers, _register, {}),
-    "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": _attribute(
-        "PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False
-    ),
-    "PIL.Image.MAX_IMAGE_PIXELS": _attribute(
-        "PIL.Image", "MAX_IMAGE_PIXELS", (1 << 30) // 4 // 3
-    ),
-    "torchvision.set_image_backend": _Setting(
-        "torchvision",
-        lambda torchvision: torchvision.get_image_backend(),
-        lambda torchvision, name: torchvision.set_image_backend(name),
-        "PIL",
-    ),
-    "torch.set_default_dtype": _Setting(
-        "torch",
-        lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
-        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
-        "float32",
-    ),
-}
-
-
-def of_this_process() -> dict[str, Any]:
-    """Return the settings of this process, by name."""
-    found = {name: setting.default for name, setting in _SETTINGS.items()}
-    for name, setting in _SETTINGS.items():
-        module = loaded_module(setting.module)
-        with contextlib.suppress(AttributeError):  # none is loaded, or one without it
-            found[name] = setting.read(module)
-    return found
-
-
 def as_text() -> dict[str, str]:
     """Return the settings of this process as a record has them."""
     return {name: str(value) for name, value in of_this_process().items()}
@@ -97,6 +55,21 @@ def apply(found: Mapping[str, Any]) -> None:
     """Give this process the settings of another one."""
     here = of_this_process()
     for name, value in found.items():
-        if value != here[name]:
-            setting = _SETTINGS[name]
-            setting.write(importlib.import_module(setting.module), value)
+        if value == here[name]:
+            continue
+        path, _, last = name.rpartition(".")
+        module = importlib.import_module(path)
+        if name == _OPENERS:
+            _register(module, value)
+        elif name in _ATTRIBUTES:
+            setattr(module, last, value)
+        elif name == _DTYPE:
+            module.set_default_dtype(getattr(module, value))
+        else:
+            module.set_image_backend(value)
+
+
+def _register(image: Any, openers: Mapping[str, list[str]]) -> None:
+    for name, (module, factory, accept) in openers.items():
+        plugin = importlib.import_module(module)
+        image.register_open(name, getattr(plugin, factory), getattr(plugin, accept))

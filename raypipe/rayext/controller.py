@@ -21,8 +21,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypipe.progress import print_progress
 from raypipe.rayext.head import UNREACHABLE, Head
-from raypipe.rayext.kv_store import publish, published
-from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
+from raypipe.rayext.processes import Process, is_stopped, kill_stopped
 from raypipe.rayext.ray_thread import RayThread
 
 logger = logging.getLogger(__name__)
@@ -37,24 +36,6 @@ _RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60
 # Share of it after which the run ends with an error; the end of a run takes time too.
 _GONE_SHARE = 0.5
 _GONE_S = 30.0  # longest wait for the trainers of a controller that has died
-
-
-def introduce() -> None:
-    """Publish the process of the calling controller, for `process_of`."""
-    publish(
-        _key(ray.get_runtime_context().get_actor_id() or ""),
-        this_process("Ray Train's controller"),
-    )
-
-
-def process_of(controller: Any) -> Process | None:
-    """Return the process of a controller by its handle; None = it has not told."""
-    process = published(_key(controller._actor_id.hex()))
-    return process if isinstance(process, Process) else None
-
-
-def _key(actor: str) -> str:
-    return f"controller {actor}"
 
 
 def own_controller() -> Any:
@@ -100,7 +81,7 @@ class DriverWatch:
     """Watch of a driver while its controller runs, in a thread.
 
     Args:
-        controller: handle of the controller.
+        joined: reference to the controller's process, see `train_runs.join_run`.
         timeout_s: longest silence of the head, after which the run ends.
         give_up: called with the reason to end the run.
         record: called with the text of a fault.
@@ -108,12 +89,12 @@ class DriverWatch:
 
     def __init__(
         self,
-        controller: Any,
+        joined: Any,
         timeout_s: float,
         give_up: Callable[[str], None],
         record: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._controller = controller
+        self._joined = joined
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._record = record
@@ -183,19 +164,19 @@ class DriverWatch:
         return f"the head of the Ray cluster has not answered for {silent_s:.0f} s"
 
     def _look_at_controller(self) -> None:
-        self._process = self._process or process_of(self._controller)
         process = self._process
-        if process is None or process.node != ray.get_runtime_context().get_node_id():
+        if process is None:
+            if ray.wait([self._joined], timeout=0)[0]:
+                self._process = ray.get(self._joined)
             return
-        if is_stopped(process):
-            self._stopped_turns = self._stopped_turns + 1
-        else:
+        here = process.node == ray.get_runtime_context().get_node_id()
+        if not (here and is_stopped(process)):
             self._stopped_turns = 0
+            return
+        self._stopped_turns += 1
         if self._stopped_turns >= _STOPPED_TURNS and kill_stopped(
             [(process.pid, process.started)]
         ):
-            self._process = None
-            self._stopped_turns = 0
             self._record(
                 f"killed a stopped process (SIGSTOP) that watched the trainers: {process.role} ({process})"
             )

@@ -30,12 +30,16 @@ from raypipe.logs import LogFormat
 from raypipe.rayext import fork_server
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
-from raypipe.rayext.processes import started_at
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import AUTHENTICATION, are_on, small_head
 from raypipe.rayext.worker_logs import WORKER, take_worker_logs
-from raypipe.storage.local_file import locked, open_lock, try_lock
+from raypipe.storage.local_file import (
+    locked,
+    open_lock,
+    process_state,
+    try_lock,
+)
 from raypipe.storage.shared_memory import remove_unused
 
 logger = logging.getLogger(__name__)
@@ -46,7 +50,7 @@ _WORKER_ENV = {
     # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # A trainer that does not answer for so long is replaced; Ray's default is ten minutes. Nothing holds the
-    # interpreter for two minutes. (If Ray makes its stream, watch.py detects a stopped trainer earlier.)
+    # interpreter for two minutes. (If Ray makes its stream, a Supervisor detects a stopped trainer earlier.)
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
     # The code that a worker runs: a cluster of another checkout has no forks for it.
     "RAYPIPE_CODE": str(Path(__file__).parents[1]),
@@ -150,7 +154,8 @@ def _start_for_siblings(
 ) -> None:
     """Start the cluster of this process and its siblings, or join it, with these options, if one of them has."""
     parent = os.getppid()
-    name = f"siblings-{parent}-{started_at(parent)}"
+    _, started = process_state(parent)
+    name = f"siblings-{parent}-{started}"
     path = Path(_private_folder()).with_name(name)
     with locked(path.with_suffix(".lock")):
         address = _running_cluster(path)

@@ -21,14 +21,12 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypipe.progress import print_progress
 from raypipe.rayext.head import UNREACHABLE, Head
-from raypipe.rayext.processes import Process, is_stopped, kill_stopped
+from raypipe.rayext.processes import Process, kill_stopped
 from raypipe.rayext.ray_thread import RayThread
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
-# Turns in which the controller seems stopped before it is killed: a profiler stops a process for a moment.
-_STOPPED_TURNS = 3
 _FIRST_TOLD_S = 10.0
 _ASK_S = 5.0  # limit of a question to the head
 # Ray ends each process whose head has refused connections for so long; a head that is restarted may come back.
@@ -99,7 +97,6 @@ class DriverWatch:
         self._give_up = give_up
         self._record = record
         self._process: Process | None = None
-        self._stopped_turns = 0
         self._answered_at = time.monotonic()
         self._is_gone = False  # the head's port refuses connections
         self._due_s = _FIRST_TOLD_S
@@ -169,14 +166,8 @@ class DriverWatch:
             if ray.wait([self._joined], timeout=0)[0]:
                 self._process = ray.get(self._joined)
             return
-        here = process.node == ray.get_runtime_context().get_node_id()
-        if not (here and is_stopped(process)):
-            self._stopped_turns = 0
-            return
-        self._stopped_turns += 1
-        if self._stopped_turns >= _STOPPED_TURNS and kill_stopped(
-            [(process.pid, process.started)]
-        ):
+        here = ray.get_runtime_context().get_node_id()
+        if process.node == here and kill_stopped([process]):
             self._record(
                 f"killed a stopped process (SIGSTOP) that watched the trainers: {process.role} ({process})"
             )

@@ -323,33 +323,32 @@ class PoolKeeper:
     def _shrink(self, surplus: int) -> None:
         """Release actors that do not run, then idle ones, but never the last running actor.
 
-        Actors on nodes without the label, which are for other work, are released first; next, actors that are the
-        only ones on their node, so that the node can go too. Actors with blocks are released at a later turn.
+        Dead actors are released first, whose restart would be useless; then those on nodes without the label,
+        which are for other work; next, actors that are the only ones on their node, so that the node can go too.
+        Actors with blocks are released at a later turn.
         """
         while surplus and self._pool._try_remove_pending_actor():
             surplus -= 1
-        states = self._pool._running_actors
-        free = [actor for actor in states if not states[actor].num_tasks_in_flight]
-        # their restart would be useless
-        dead = [actor for actor in free if states[actor].is_restarting][:surplus]
-        for actor in dead:
-            self._pool._release_running_actor(actor)
+        states = dict(self._pool._running_actors)
         on_node = Counter(state.actor_location for state in states.values())
         labelled = {node["NodeID"] for node in nodes() if is_labelled(node)}
+        num_running = sum(not state.is_restarting for state in states.values())
 
-        def order(actor: Any) -> tuple[bool, int, str]:
-            node = states[actor].actor_location
-            return node in labelled, on_node[node], node
+        def order(actor: Any) -> tuple[bool, bool, int, str]:
+            state = states[actor]
+            node = state.actor_location
+            return not state.is_restarting, node in labelled, on_node[node], node
 
         idle = [
             actor
-            for actor in free
-            if actor in states
-            and not (states[actor].is_restarting or actor in self._leaving)
+            for actor, state in states.items()
+            if not state.num_tasks_in_flight and actor not in self._leaving
         ]
-        num_running = sum(not state.is_restarting for state in states.values())
-        num = max(0, min(surplus - len(dead), num_running - 1))
-        for actor in sorted(idle, key=order)[:num]:
+        for actor in sorted(idle, key=order)[:surplus]:
+            if not states[actor].is_restarting:
+                num_running -= 1
+                if not num_running:
+                    return
             self._pool._release_running_actor(actor)
 
     def _make_again(self, now: float, ranks_waiting: float) -> None:
@@ -400,13 +399,10 @@ class PoolKeeper:
             for actor, state in self._pool._running_actors.items()
             if not state.is_restarting
         }
-        self._leaving &= running.keys()
+        on_nodes = {a for a, state in running.items() if state.actor_location in going}
         for node, end_ms in going.items():
-            on_node = {
-                a for a, state in running.items() if state.actor_location == node
-            }
-            if new := on_node - self._leaving:
-                self._leaving |= new
+            unknown = on_nodes - self._leaving
+            if new := [a for a in unknown if running[a].actor_location == node]:
                 self._grow(len(new), "their node is about to go")
                 left = f" in {end_ms / 1000 - time.time():.0f} s" if end_ms else ""
                 self._supervisor.note.remote(
@@ -414,11 +410,11 @@ class PoolKeeper:
                     "and the pool starts as many on other nodes",
                     "node_drained",
                 )
-        if running.keys() - self._leaving:
-            for actor in list(self._leaving):
-                if not running[actor].num_tasks_in_flight:
-                    self._leaving.remove(actor)
-                    self._pool._release_running_actor(actor)
+        self._leaving = on_nodes
+        if running.keys() - on_nodes:
+            for actor in [a for a in on_nodes if not running[a].num_tasks_in_flight]:
+                self._leaving.remove(actor)
+                self._pool._release_running_actor(actor)
 
     def _report_no_actors(self, now: float) -> None:
         info = self._op.get_actor_info()

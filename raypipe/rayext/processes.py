@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypipe.storage.local_file import process_state
 
 # Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
 _SURE_S = 0.5
@@ -39,7 +40,7 @@ class Process(NamedTuple):
 
 def this_process(role: str) -> Process:
     """Return the calling process, which is connected to Ray."""
-    _, started = _stat(os.getpid())
+    _, started = process_state(os.getpid())
     node = ray.get_runtime_context().get_node_id()
     return Process(role, os.getpid(), started, ray.util.get_node_ip_address(), node)
 
@@ -59,51 +60,19 @@ def is_ray_worker() -> bool:
     return bool(worker.mode == ray.WORKER_MODE)
 
 
-def started_at(pid: int) -> str:
-    """Return a local process's start time, on Linux; empty for a dead process."""
-    state, started = _stat(pid)
-    if state:
-        return "" if state == "Z" else started
-    try:  # another system
-        os.kill(pid, 0)
-    except OSError:
-        return ""
-    return "unknown"
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """Return a process's state and start time from Linux; both empty for a dead process or another system."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
-
-
 def is_stopped(process: Process) -> bool:
     """Return whether a process of this node is stopped."""
-    return bool(process.started) and _stat(process.pid) == ("T", process.started)
+    state, started = process_state(process.pid)
+    return state == "T" and started == process.started
 
 
-def kill_stopped(processes: list[tuple[int, str]]) -> list[int]:
-    """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
-
-    Args:
-        processes: id and start time of each.
-    """
-
-    def stopped() -> list[int]:
-        return [
-            pid
-            for pid, started in processes
-            if started and _stat(pid) == ("T", started)
-        ]
-
-    suspects = stopped()
+def kill_stopped(processes: list[Process]) -> list[Process]:
+    """Kill those of this node's processes that are stopped, now and a moment later; return them."""
+    suspects = list(filter(is_stopped, processes))
     if suspects:
         time.sleep(_SURE_S)
-    ended = [pid for pid in stopped() if pid in suspects]
-    for pid in ended:
+    ended = list(filter(is_stopped, suspects))
+    for process in ended:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
     return ended

@@ -131,20 +131,15 @@ class StreamWatchdog:
             self._look()
         self._answer()
 
-    def _on(self, node: str) -> dict[str, Process]:
-        return {
-            key: process
-            for key, process in list(self._processes.items())
-            if process.node == node
-        }
+    def _on(self, node: str) -> list[Process]:
+        return [each for each in list(self._processes.values()) if each.node == node]
 
     def _look(self) -> None:
         """Look at the processes of this node, and unless one was stopped, at those of others: a task may start a
         process there, which takes as long as what the stream waits for."""
         here = ray.get_runtime_context().get_node_id()
-        ended = kill_stopped(self._ids_on(here))
-        self._ended(here, ended)
-        if ended:
+        if ended := kill_stopped(self._on(here)):
+            self._ended(ended)
             return
         watched = {process.node for process in list(self._processes.values())}
         for node in watched - self._looks.keys() - {here}:
@@ -152,10 +147,7 @@ class StreamWatchdog:
             task = ray.remote(kill_stopped).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=on_node
             )
-            self._looks[node] = task.remote(self._ids_on(node))
-
-    def _ids_on(self, node: str) -> list[tuple[int, str]]:
-        return [(process.pid, process.started) for process in self._on(node).values()]
+            self._looks[node] = task.remote(self._on(node))
 
     def _answer(self) -> None:
         for node, look in list(self._looks.items()):
@@ -163,17 +155,16 @@ class StreamWatchdog:
                 continue
             del self._looks[node]
             try:
-                ended: list[int] = ray.get(look)
+                self._ended(ray.get(look))
             except ray.exceptions.RayError:  # the node is gone, with its processes
-                for key in self._on(node):
-                    self._processes.pop(key, None)
-                continue
-            self._ended(node, ended)
+                for key, process in list(self._processes.items()):
+                    if process.node == node:
+                        self._processes.pop(key, None)
 
-    def _ended(self, node: str, pids: list[int]) -> None:
-        """Record that processes of a node were stopped, and were killed."""
-        for key, process in self._on(node).items():
-            if process.pid not in pids:
+    def _ended(self, processes: list[Process]) -> None:
+        """Record that processes were stopped, and were killed."""
+        for key, process in list(self._processes.items()):
+            if process not in processes:
                 continue
             self._processes.pop(key, None)
             work = self._work_of(key)
@@ -245,7 +236,7 @@ class SupervisorWatchdog:
         if process.node != ray.get_runtime_context().get_node_id():
             # rank 0 is on its node
             return
-        if kill_stopped([(process.pid, process.started)]):
+        if kill_stopped([process]):
             self._process = self._asked = None
             # The restarted one records it.
             self._supervisor.note.remote(

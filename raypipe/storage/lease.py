@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
@@ -36,7 +36,7 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.storage.local_file import boot_id
+from raypipe.storage.local_file import boot_id, process_state
 from raypipe.storage.retries import tried_once, without_retries
 
 logger = logging.getLogger(__name__)
@@ -81,13 +81,9 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: Any) -> int | None:
-    """Return a local process's start, in clock ticks since the machine's start; None if it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
+def _runs(pid: int, started: str) -> bool:
+    state, now_started = process_state(pid)
+    return state not in ("", "Z") and now_started == started
 
 
 @contextlib.contextmanager
@@ -134,11 +130,8 @@ def holder(run_uri: str) -> str:
     now = datetime.datetime.now(datetime.UTC)
     with contextlib.suppress(FileNotFoundError):
         for rival in _Claim(run_uri)._rivals():
-            if rival.is_local:
-                is_alive = rival.is_running
-            else:
-                is_alive = (now - rival.renewed).total_seconds() <= _EXPIRES_S
-            if is_alive:
+            age_s = (now - rival.renewed).total_seconds()
+            if rival.runs or (rival.runs is None and age_s <= _EXPIRES_S):
                 return rival.who
     return ""
 
@@ -151,27 +144,14 @@ class _Rival(NamedTuple):
         who: the process, in words.
         since: its start, by its own clock.
         renewed: time of the last renewal, by the storage's clock.
-        is_local: whether the process is one of this machine.
-        is_running: whether it is one that runs on this machine.
+        runs: whether the process runs; None = it is one of another machine.
     """
 
     path: str
     who: str
     since: float
     renewed: datetime.datetime
-    is_local: bool
-    is_running: bool
-
-    @staticmethod
-    def of(claim: dict[str, Any], info: pyarrow.fs.FileInfo) -> _Rival:
-        return _Rival(
-            path=info.path,
-            who=claim["who"],
-            since=claim["since"],
-            renewed=info.mtime,
-            is_local=claim["machine"] == _machine() != "",
-            is_running=_started(claim["pid"]) == claim["started"],
-        )
+    runs: bool | None
 
 
 class _Claim:
@@ -194,28 +174,20 @@ class _Claim:
         while rivals := self._rivals():
             waited_s = time.monotonic() - begun
             for rival in rivals:
-                if rival.path not in first_renewals and not rival.is_local:
+                if rival.path not in first_renewals and rival.runs is None:
                     logger.warning(
                         "the run's folder is held by %s; waiting up to a minute to see if it is alive",
                         rival.who,
                     )
                 first = first_renewals.setdefault(rival.path, rival.renewed)
-                is_silent = not rival.is_local and first == rival.renewed
-                self._face(rival, is_silent, waited_s)
+                self._face(rival, first != rival.renewed, waited_s)
             time.sleep(_LOOK_S)
             self._renew()
 
-    def _face(self, rival: _Rival, is_silent: bool, waited_s: float) -> None:
-        """Remove a dead rival's claim; raise RunExistsError if a living one has the folder; else leave it.
-
-        Args:
-            is_silent: whether it is on another machine, and has not been seen to renew.
-        """
-        if is_silent:
-            is_dead = waited_s > _EXPIRES_S
-        else:
-            is_dead = rival.is_local and not rival.is_running
-        if is_dead:
+    def _face(self, rival: _Rival, has_renewed: bool, waited_s: float) -> None:
+        """Remove a dead rival's claim; raise RunExistsError if a living one has the folder; else leave it."""
+        is_silent = rival.runs is None and not has_renewed
+        if rival.runs is False or (is_silent and waited_s > _EXPIRES_S):
             with contextlib.suppress(pa.ArrowException, OSError):
                 self._filesystem.delete_file(rival.path)
             return
@@ -235,25 +207,29 @@ class _Claim:
         ):
             if info.extension == "json" and info.path != self._path:
                 with contextlib.suppress(FileNotFoundError):  # withdrawn at this moment
-                    rivals.append(_Rival.of(self._read(info.path), info))
+                    rivals.append(self._read(info))
         return rivals
 
-    def _read(self, path: str) -> dict[str, Any]:
-        """Return the claim of another process; if it is malformed, a claim of an unknown process."""
-        with open_input(self._filesystem, path) as file:
+    def _read(self, info: pyarrow.fs.FileInfo) -> _Rival:
+        """Return the claim of another process; if it is malformed, a claim of an unknown process elsewhere."""
+        with open_input(self._filesystem, info.path) as file:
             content = file.read(1 << 16)
-        unknown = {"since": 0.0, "who": path, "machine": "", "pid": 0, "started": 0}
         try:
-            claim = unknown | json.loads(content)
-            return claim | {"since": float(claim["since"]), "who": str(claim["who"])}
-        except (ValueError, TypeError):
-            return unknown
+            claim = json.loads(content)
+            runs = None
+            if claim["machine"] == _machine() != "":
+                runs = _runs(int(claim["pid"]), claim["started"])
+            who = str(claim["who"])
+            return _Rival(info.path, who, float(claim["since"]), info.mtime, runs)
+        except (ValueError, TypeError, LookupError):
+            return _Rival(info.path, info.path, 0.0, info.mtime, None)
 
     def _write(self) -> None:
         pid = os.getpid()
         since = datetime.datetime.fromtimestamp(self._since, datetime.UTC)
         who = f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC"
-        process = {"machine": _machine(), "pid": pid, "started": _started(pid)}
+        _, started = process_state(pid)
+        process = {"machine": _machine(), "pid": pid, "started": started}
         content = json.dumps({"who": who, "since": self._since, **process})
         write_synced(self._filesystem, self._path, content.encode())
 

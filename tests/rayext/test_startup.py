@@ -15,8 +15,9 @@ from patience import PATIENCE_S, until
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.head import is_head_lost, wait_for_head
-from raypipe.rayext.processes import Process, _stat
+from raypipe.rayext.processes import Process
 from raypipe.rayext.startup import Wait, _Starting, another_starts, only_start
+from raypipe.storage.local_file import process_state
 
 
 class Clock:
@@ -147,9 +148,9 @@ def test_a_stopped_run_that_holds_up_others_is_named() -> None:
     node = ray.get_runtime_context().get_node_id()
     with subprocess.Popen(["sleep", "1000"]) as sleeping:
         sleeping.send_signal(signal.SIGSTOP)
-        until(lambda: _stat(sleeping.pid)[0] == "T")
+        until(lambda: process_state(sleeping.pid)[0] == "T")
         stopped = Process(
-            "driver", sleeping.pid, _stat(sleeping.pid)[1], "10.0.0.1", node
+            "driver", sleeping.pid, process_state(sleeping.pid)[1], "10.0.0.1", node
         )
         holder: Any = ray.remote(_Starting).options(num_cpus=0).remote("night", stopped)
         text = ray.get(holder.state.remote())

@@ -12,8 +12,9 @@ import pytest
 from patience import until
 
 from raypipe.rayext import watchdog
-from raypipe.rayext.processes import Process, _stat
+from raypipe.rayext.processes import Process
 from raypipe.rayext.watchdog import SupervisorWatchdog
+from raypipe.storage.local_file import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -23,7 +24,7 @@ def test_another_nodes_process_is_left_to_the_rank_there(
 ) -> None:
     # The Supervisor answers once, from a process that then stops.
     with subprocess.Popen(["sleep", "1000"]) as stopped:
-        started = _stat(stopped.pid)[1]
+        started = process_state(stopped.pid)[1]
         process = Process("supervisor", stopped.pid, started, "10.0.0.1", "there")
         answers = iter([True, False, False])
         ray = SimpleNamespace(
@@ -37,7 +38,7 @@ def test_another_nodes_process_is_left_to_the_rank_there(
         watch = SupervisorWatchdog(supervisor, 1, lambda: 0.0, lambda: None)
         watch.turn(0.0)
         stopped.send_signal(signal.SIGSTOP)
-        until(lambda: _stat(stopped.pid)[0] == "T")
+        until(lambda: process_state(stopped.pid)[0] == "T")
         watch.turn(1.0)
         watch.turn(100.0)
         assert stopped.poll() is None

@@ -15,8 +15,9 @@ from patience import until
 from ray import cloudpickle
 
 from raypipe.rayext.kv_store import forget, published_keys
-from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
+from raypipe.rayext.processes import Process, kill_stopped, this_process
 from raypipe.rayext.watchdog import StreamWatchdog, SupervisorWatchdog
+from raypipe.storage.local_file import process_state
 from raypipe.streaming import supervisor as supervisor_of_streams
 from raypipe.streaming.supervisor import (
     Supervisor,
@@ -44,17 +45,21 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    until(lambda: _stat(process.pid)[0] == "T")
+    until(lambda: process_state(process.pid)[0] == "T")
+
+
+def known_as(pid: int) -> Process:
+    return Process("actor", pid, process_state(pid)[1], "10.0.0.1", "here")
 
 
 def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
     processes: list[subprocess.Popen[bytes]],
 ) -> None:
     stopped, busy = processes
-    known = [(each.pid, _stat(each.pid)[1]) for each in processes]
+    known = [known_as(each.pid) for each in processes]
     assert kill_stopped(known) == []
     stop(stopped)
-    assert kill_stopped(known) == [stopped.pid]
+    assert kill_stopped(known) == known[:1]
     assert stopped.wait() == -signal.SIGKILL and busy.poll() is None
 
 
@@ -63,7 +68,8 @@ def test_a_later_process_of_the_same_number_is_left_alone(
 ) -> None:
     stopped, _ = processes
     stop(stopped)
-    assert kill_stopped([(stopped.pid, "1"), (stopped.pid, ""), (2**22 + 1, "1")]) == []
+    later = [known_as(stopped.pid)._replace(started=started) for started in ("1", "")]
+    assert kill_stopped([*later, known_as(2**22 + 1)]) == []
     assert stopped.poll() is None
 
 
@@ -75,16 +81,16 @@ def test_a_process_that_goes_on_within_a_moment_is_left_alone(
 
     def resume(_: float) -> None:
         paused.send_signal(signal.SIGCONT)
-        until(lambda: _stat(paused.pid)[0] != "T")
+        until(lambda: process_state(paused.pid)[0] != "T")
 
     moment = SimpleNamespace(sleep=resume)
     monkeypatch.setattr("raypipe.rayext.processes.time", moment)
-    assert kill_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
+    assert kill_stopped([known_as(paused.pid)]) == []
     assert paused.poll() is None
 
 
 def test_the_state_of_no_process_is_empty() -> None:
-    assert _stat(2**22 + 1) == ("", "") and _stat(os.getpid())[0] == "R"
+    assert process_state(2**22 + 1) == ("", "") and process_state(os.getpid())[0] == "R"
 
 
 # The watch
@@ -146,7 +152,7 @@ def test_a_trainer_that_stops_before_its_supervisor_runs_is_killed(
     processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = processes
-    started = _stat(trainer.pid)[1]
+    started = process_state(trainer.pid)[1]
     one = this_process("trainer 0")
     other = one._replace(role="trainer 1", pid=trainer.pid, started=started)
     monkeypatch.setattr(supervisor_of_streams, "this_process", lambda role: other)

@@ -1,4 +1,4 @@
-"""Background threads, for one call, a call that is waited for, or one that is made again and again."""
+"""Background threads, for one call, a call that is waited for, or one that is made again and again; processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TypeVar
 
 logger = logging.getLogger(__name__)
@@ -86,3 +87,12 @@ class Repeating(threading.Thread):
         self.left.set()
         if self.is_alive() and self is not threading.current_thread():
             self.join(timeout_s)
+
+
+def process_state(pid: int) -> tuple[str, str]:
+    """Return a local process's state and start, as Linux tells them; both empty for a dead one, or elsewhere."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]

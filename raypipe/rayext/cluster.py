@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.util import client
 
-from raypipe.background import in_background
+from raypipe.background import in_background, process_state
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
@@ -34,12 +34,7 @@ from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import AUTHENTICATION, are_on, small_head
 from raypipe.rayext.worker_logs import WORKER, take_worker_logs
-from raypipe.storage.local_file import (
-    locked,
-    open_lock,
-    process_state,
-    try_lock,
-)
+from raypipe.storage.local_file import locked, open_lock, try_lock
 from raypipe.storage.shared_memory import remove_unused
 
 logger = logging.getLogger(__name__)

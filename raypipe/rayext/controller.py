@@ -21,12 +21,15 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypipe.progress import print_progress
 from raypipe.rayext.head import UNREACHABLE, Head
-from raypipe.rayext.processes import Process, kill_stopped
+from raypipe.rayext.kv_store import publish, published
+from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
 from raypipe.rayext.ray_thread import RayThread
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+# Turns in which the controller seems stopped before it is killed: a profiler stops a process for a moment.
+_STOPPED_TURNS = 3
 _FIRST_TOLD_S = 10.0
 _ASK_S = 5.0  # limit of a question to the head
 # Ray ends each process whose head has refused connections for so long; a head that is restarted may come back.
@@ -34,6 +37,24 @@ _RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60
 # Share of it after which the run ends with an error; the end of a run takes time too.
 _GONE_SHARE = 0.5
 _GONE_S = 30.0  # longest wait for the trainers of a controller that has died
+
+
+def introduce() -> None:
+    """Publish the process of the calling controller, for `process_of`."""
+    publish(
+        _key(ray.get_runtime_context().get_actor_id() or ""),
+        this_process("Ray Train's controller"),
+    )
+
+
+def process_of(controller: Any) -> Process | None:
+    """Return the process of a controller by its handle; None = it has not told."""
+    process = published(_key(controller._actor_id.hex()))
+    return process if isinstance(process, Process) else None
+
+
+def _key(actor: str) -> str:
+    return f"controller {actor}"
 
 
 def own_controller() -> Any:
@@ -79,7 +100,7 @@ class DriverWatch:
     """Watch of a driver while its controller runs, in a thread.
 
     Args:
-        joined: reference to the controller's process, see `train_runs.join_run`.
+        controller: handle of the controller.
         timeout_s: longest silence of the head, after which the run ends.
         give_up: called with the reason to end the run.
         record: called with the text of a fault.
@@ -87,16 +108,17 @@ class DriverWatch:
 
     def __init__(
         self,
-        joined: Any,
+        controller: Any,
         timeout_s: float,
         give_up: Callable[[str], None],
         record: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._joined = joined
+        self._controller = controller
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._record = record
         self._process: Process | None = None
+        self._stopped_turns = 0
         self._answered_at = time.monotonic()
         self._is_gone = False  # the head's port refuses connections
         self._due_s = _FIRST_TOLD_S
@@ -161,13 +183,17 @@ class DriverWatch:
         return f"the head of the Ray cluster has not answered for {silent_s:.0f} s"
 
     def _look_at_controller(self) -> None:
+        self._process = self._process or process_of(self._controller)
         process = self._process
-        if process is None:
-            if ray.wait([self._joined], timeout=0)[0]:
-                self._process = ray.get(self._joined)
+        if process is None or process.node != ray.get_runtime_context().get_node_id():
             return
-        here = ray.get_runtime_context().get_node_id()
-        if process.node == here and kill_stopped([process]):
+        if is_stopped(process):
+            self._stopped_turns = self._stopped_turns + 1
+        else:
+            self._stopped_turns = 0
+        if self._stopped_turns >= _STOPPED_TURNS and kill_stopped([process]):
+            self._process = None
+            self._stopped_turns = 0
             self._record(
                 f"killed a stopped process (SIGSTOP) that watched the trainers: {process.role} ({process})"
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.storage.local_file import process_state
+from raypipe.background import process_state
 
 # Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
 _SURE_S = 0.5

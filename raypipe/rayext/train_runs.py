@@ -19,9 +19,8 @@ from ray.train.v2._internal.execution.controller import placement_group_cleaner
 from ray.train.v2.api.exceptions import ControllerError
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.controller import own_controller
+from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
-from raypipe.rayext.processes import Process, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -83,32 +82,30 @@ class FinalErrors(WorkerGroupCallback):
             raise PreemptionError(self._notice)
 
 
-def join_run_of_trainer() -> Process | None:
-    """Make the run of the calling trainer one of raypipe's; return its controller's process, None elsewhere."""
+def join_run_of_trainer() -> None:
+    """Make the run of the calling trainer one of raypipe's; do nothing elsewhere."""
     if controller := own_controller():
         try:
-            process: Process = ray.get(join_run(controller), timeout=_ANSWER_S)
-            return process
+            ray.get(join_run(controller), timeout=_ANSWER_S)
         except ray.exceptions.RayError:
             logger.warning("Ray Train's controller does not answer", exc_info=True)
-    return None
 
 
 def join_run(controller: Any) -> Any:
-    """Make the run of a controller one of raypipe's; returns a reference to its process."""
+    """Make the run of a controller one of raypipe's; returns a reference to the call's end."""
     return controller.__ray_call__.remote(adapt)
 
 
-def adapt(controller: Any) -> Process:
-    """Adapt the calling process, a controller of Ray Train, to raypipe, once; return the process.
+def adapt(controller: Any) -> None:
+    """Adapt the calling process, a controller of Ray Train, to raypipe; any further call does nothing.
 
     Args:
         controller: Ray Train's object, of the actor's class.
     """
     run_callbacks: list[Any] = controller._worker_group_callbacks_to_propagate
-    process = this_process("Ray Train's controller")
     if any(isinstance(callback, FinalErrors) for callback in run_callbacks):
-        return process
+        return
+    introduce()
     for name in _SILENCED:
         # A filter, since Ray Train resets the levels of its loggers when a run begins.
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(_is_error)
@@ -125,7 +122,6 @@ def adapt(controller: Any) -> Process:
     run_callbacks.append(errors)
     if controller._worker_group:  # the trainers have started
         controller._worker_group._callbacks.append(errors)
-    return process
 
 
 def _is_error(record: logging.LogRecord) -> bool:

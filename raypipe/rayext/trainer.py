@@ -379,8 +379,10 @@ class RunTrainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
-        joined = join_run(controller)  # before the trainers start
-        self._watch = DriverWatch(joined, self._timeout_s, self._give_up, self._record)
+        join_run(controller)  # before the trainers start
+        self._watch = DriverWatch(
+            controller, self._timeout_s, self._give_up, self._record
+        )
         self._watch.start()
         self._take_signals()
 

@@ -24,9 +24,10 @@ from raypipe.rayext.ray_thread import RayThread
 
 _PERIOD_S = 0.5
 # Processes are checked after an execution or a rank has been still for so long, which ranks that call each second
-# do not reach, and again and again until all move.
+# do not reach, and again after a quarter of that time, within the limit below, since a start is a long stall, too.
 _STILL_S = 1.5
-_AGAIN_S = 2.0
+_AGAIN = 0.25
+_MOST_S = 30.0
 _RANK = "rank "  # begins the keys of ranks
 
 # The period in which a rank asks the Supervisor.
@@ -60,7 +61,8 @@ class StreamWatchdog:
         self._processes: dict[str, Process] = {}
         # execution → time since which no rank has taken a block from it; rank → time of its last call
         self._still: dict[str, float] = {}
-        self._look_at = 0.0  # when processes are checked again
+        # execution or rank → the seconds after which processes are checked again
+        self._look_after: dict[str, float] = {}
         self._looks: dict[str, Any] = {}  # node → its task
 
     def start(self) -> None:
@@ -93,6 +95,7 @@ class StreamWatchdog:
         """Remove a process or an execution that has ended."""
         self._processes.pop(key, None)
         self._still.pop(key, None)
+        self._look_after.pop(key, None)
 
     def rank_called(self, rank: int) -> None:
         """Record a call of a rank, which comes each second; missing calls count as a stall."""
@@ -120,16 +123,24 @@ class StreamWatchdog:
             self.add(process.role, process)
             self._still.setdefault(f"{_RANK}{rank}", now)
         is_awaited = self._is_awaited()
-        is_still = any(
-            now - since >= _STILL_S and (is_awaited or key.startswith(_RANK))
-            for key, since in list(self._still.items())
-        )
-        if not is_still:
-            self._look_at = now
-        elif now >= self._look_at:
-            self._look_at = now + _AGAIN_S
+        due = []
+        for key, since in list(self._still.items()):
+            counts = is_awaited or key.startswith(_RANK)
+            if self._is_time(key, now - since if counts else 0.0):
+                due.append(key)
+        if due:
             self._look()
         self._answer()
+
+    def _is_time(self, key: str, still_s: float) -> bool:
+        """Return whether processes are to be checked for an execution or a rank that is still."""
+        if still_s < _STILL_S:
+            self._look_after.pop(key, None)
+            return False
+        if still_s < self._look_after.get(key, _STILL_S):
+            return False
+        self._look_after[key] = still_s + min(_AGAIN * still_s, _MOST_S)
+        return True
 
     def _on(self, node: str) -> list[Process]:
         return [each for each in list(self._processes.values()) if each.node == node]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.background import Repeating
+from raypipe.background import Repeating, process_state
 from raypipe.errors import ConfigError
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import (
@@ -36,7 +36,7 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.storage.local_file import boot_id, process_state
+from raypipe.storage.local_file import boot_id
 from raypipe.storage.retries import tried_once, without_retries
 
 logger = logging.getLogger(__name__)

@@ -221,15 +221,6 @@ def private_folder(cache: Path, name: str) -> Path:
     return folder
 
 
-def process_state(pid: int) -> tuple[str, str]:
-    """Return a local process's state and start, as Linux tells them; both empty for a dead one, or elsewhere."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
-
-
 @functools.cache
 def boot_id() -> str:
     """Return an id that changes with each start of the machine; empty if unknown, as on any system but Linux."""

@@ -26,6 +26,7 @@ from raypipe.rayext.agreement import from_rank_zero
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import LOCAL_SIZE, keep_sigterm
 from raypipe.rayext.cluster_state import is_local
+from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.placement import remember_group
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
@@ -455,10 +456,9 @@ class RayStreams:
         if self._rank:  # it has known rank 0 from its start on
             announce_trainer(supervisor, self._rank)
             return
-        # a trainer has this module; elsewhere its import takes 2 s
-        from raypipe.rayext.train_runs import join_run_of_trainer
-
-        if process := join_run_of_trainer():
+        controller = own_controller()
+        process = process_of(controller) if controller else None
+        if process:
             supervisor.process_joined.remote("controller", process)
 
 

@@ -14,7 +14,7 @@ from raypipe.rayext.head import Head
 @pytest.fixture(autouse=True)
 def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A question to a lost head does not return: the thread that counts its silence asks none."""
-    monkeypatch.setattr(controller, "ray", None)
+    monkeypatch.setattr(controller, "process_of", pytest.fail)
 
 
 def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(

@@ -12,12 +12,12 @@ import pytest
 import ray
 from patience import PATIENCE_S, until
 
+from raypipe.background import process_state
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.head import is_head_lost, wait_for_head
 from raypipe.rayext.processes import Process
 from raypipe.rayext.startup import Wait, _Starting, another_starts, only_start
-from raypipe.storage.local_file import process_state
 
 
 class Clock:

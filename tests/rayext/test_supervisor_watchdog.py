@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from patience import until
 
+from raypipe.background import process_state
 from raypipe.rayext import watchdog
 from raypipe.rayext.processes import Process
 from raypipe.rayext.watchdog import SupervisorWatchdog
-from raypipe.storage.local_file import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

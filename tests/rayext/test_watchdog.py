@@ -14,10 +14,10 @@ import ray
 from patience import until
 from ray import cloudpickle
 
+from raypipe.background import process_state
 from raypipe.rayext.kv_store import forget, published_keys
 from raypipe.rayext.processes import Process, kill_stopped, this_process
 from raypipe.rayext.watchdog import StreamWatchdog, SupervisorWatchdog
-from raypipe.storage.local_file import process_state
 from raypipe.streaming import supervisor as supervisor_of_streams
 from raypipe.streaming.supervisor import (
     Supervisor,
@@ -191,20 +191,16 @@ class Looks(StreamWatchdog):
         self.num += 1
 
 
-def test_a_rank_that_calls_no_more_is_found_soon_in_a_long_stall() -> None:
+def test_a_rank_that_calls_no_more_is_found_at_once_in_a_long_stall() -> None:
     watch = Looks(lambda *note: None)
     watch._still["an execution"] = 0.0
-    # as long as the rank calls, it looks at 2, 4, … and 12 s
-    for second in range(14):
+    # as long as the rank calls, it looks at 2, 3, 4, 5, 7 and 9 s
+    for second in range(11):
         watch._still["rank 0"] = float(second)
         watch.turn(float(second))
     assert watch.num == 6
-    watch.turn(14.0)  # for both
-    assert watch.num == 7
-    watch._still.clear()
-    watch.turn(14.5)
-    watch._still["an execution"] = 0.0
-    watch.turn(15.0)  # a new stall
+    watch.turn(12.0)  # for both
+    watch.turn(13.0)
     assert watch.num == 8
 
 
@@ -224,9 +220,9 @@ def test_what_stops_right_after_a_long_start_is_found_soon() -> None:
         before = watch.num
         watch.turn(now)
         if watch.num > before:
-            assert now - looked_at <= 2.0
+            assert now - looked_at <= max(2.0, looked_at / 4 + 0.5)
             looked_at = now
-    assert looked_at > 90
+    assert looked_at > 80
 
 
 def test_a_reader_is_watched_between_two_shares_under_its_last_one() -> None:

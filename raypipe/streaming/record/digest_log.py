@@ -1,6 +1,6 @@
 """The record of what each rank handed out: hashes of its micro-batches.
 
-    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     a file for each epoch, rank and start, which only grows:
+    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     files of each epoch, rank and start, which only grow:
 
     {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   what it was written by
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
@@ -51,6 +51,8 @@ _FILE = re.compile(r"(epoch-(\d{4,})-rank-(\d{4,})-([0-9a-f]+))\.jsonl?")
 _PLACE = re.compile(r"(train|val)-e(\d{4,19})-s(\d{6,19})-m(\d{3,19})", re.ASCII)
 _FLUSH_S = 10.0
 _FLUSH_REMOTE_S = 60.0  # in object storage each is two requests
+# Of a file, 2 MB: a long epoch has several of them, since each is written again as a whole.
+_MOST_LINES = 20_000
 
 
 class Hashes(NamedTuple):
@@ -144,7 +146,7 @@ class DigestLog(Observer):
             "seal": sealed(record, world_size),
         }
         self._epoch = -1
-        self._name = ""  # of the epoch's file
+        self._name = ""  # of the newest file
         self._lines = list[str]()
         self._num_written = 0
         self._flushed_at = 0.0
@@ -156,7 +158,7 @@ class DigestLog(Observer):
         position = batch.position
         hashes = (batch.stream_hash.hex(), batch.finished_hash.hex())
         with self._one_by_one:
-            if position.epoch != self._epoch:
+            if position.epoch != self._epoch or len(self._lines) >= _MOST_LINES:
                 self.flush()
                 self._epoch = position.epoch
                 name = f"epoch-{position.epoch:04d}-rank-{self._start['rank']:04d}"

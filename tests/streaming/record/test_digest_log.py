@@ -25,6 +25,7 @@ from raypipe.config import AugmentConfig, PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.hashes import batch_hash
+from raypipe.streaming.record import digest_log
 from raypipe.streaming.record.digest_log import (
     DigestLog,
     read_epoch,
@@ -157,6 +158,17 @@ def test_a_file_in_object_storage_is_continued(
         found = read_epoch((elsewhere, "run/digests"), epoch)
         assert found.root == record_of(whole, epoch).root
         assert found.damaged == []
+
+
+def test_a_long_epoch_has_several_files(
+    spec: StreamSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_logged(spec, tmp_path / "whole")
+    monkeypatch.setattr(digest_log, "_MOST_LINES", 3)
+    parts = tmp_path / "parts"
+    run_logged(spec, parts)
+    assert len(list(parts.glob("digests/epoch-0000-*.jsonl"))) > 1
+    assert record_of(parts).root == record_of(tmp_path / "whole").root
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(

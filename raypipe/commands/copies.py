@@ -149,8 +149,9 @@ def write_shard(
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )
-        is_sent = is_remote(settings.dst)
-        shard = put_shard(file, settings.dst, number) if is_sent else file.name
+        shard: str | RemoteFile = file.name
+        if is_remote(settings.dst):
+            shard = put_shard(file, settings.dst, number)
         yield Report(shard=(number, shard))
 
 

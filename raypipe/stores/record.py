@@ -124,11 +124,7 @@ class RecordLayout:
         self._variable_names = [
             name for name, kind in types.items() if kind not in _FIXED_CODES
         ]
-        self._arrays = {
-            name: array
-            for name, kind in types.items()
-            if (array := numpy_type(kind)) is not None
-        }
+        self._arrays = {name: numpy_type(kind) for name, kind in types.items()}
         self._fixed = struct.Struct(
             "<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names)
         )
@@ -174,7 +170,7 @@ class RecordLayout:
         """Return the bytes of a value of a variable column; None for None."""
         if value is None:
             return None
-        if (array := self._arrays.get(name)) is not None:
+        if (array := self._arrays[name]) is not None:
             return _array_bytes(name, value, *array)
         expected = str if self.types[name] == "string" else _BYTES
         if not isinstance(value, expected):
@@ -246,11 +242,9 @@ class RecordLayout:
         return row
 
     def _value(self, name: str, content: bytes) -> Any:
-        if name not in self._arrays:
-            if self.types[name] == "binary":
-                return content
-            return as_text(content)
-        dtype, shape = self._arrays[name]
+        if (array := self._arrays[name]) is None:
+            return content if self.types[name] == "binary" else as_text(content)
+        dtype, shape = array
         if len(content) != dtype.itemsize * math.prod(shape):
             return None
         return np.frombuffer(content, dtype).reshape(shape)
@@ -307,14 +301,16 @@ class Metadata:
     fingerprint: str
 
     def to_json(self) -> bytes:
-        columns = [{"name": name, "type": kind} for name, kind in self.types.items()]
-        note = {
+        content = {
+            "version": RECORD_VERSION,
             "count": self.count,
-            "columns": columns,
+            "columns": [
+                {"name": name, "type": kind} for name, kind in self.types.items()
+            ],
             "classes": self.classes,
             "fingerprint": self.fingerprint,
         }
-        return json.dumps({"version": RECORD_VERSION, **note}).encode()
+        return json.dumps(content).encode()
 
     @staticmethod
     def from_json(text: bytes, where: str) -> Metadata:
@@ -325,18 +321,16 @@ class Metadata:
                 raise StoreError(
                     f"version {content['version']}; this raypipe reads version {RECORD_VERSION}"
                 )
-            count = int(content["count"])
             types = {
                 str(column["name"]): str(column["type"])
                 for column in content["columns"]
             }
             check_column_types(types)
             classes = content["classes"]
-            if classes is None:
-                names = None
-            else:
-                names = _one_of_equals(tuple(map(str, classes)))
-            return Metadata(count, types, names, str(content["fingerprint"]))
+            if classes is not None:
+                classes = _one_of_equals(tuple(map(str, classes)))
+            fingerprint = str(content["fingerprint"])
+            return Metadata(int(content["count"]), types, classes, fingerprint)
         except (*DAMAGE, StoreError) as error:
             raise StoreError(f"{where}: {error!s:.500}") from error
 

@@ -105,9 +105,6 @@ class LMDBDatasource(Datasource):
             with contextlib.suppress(StoreError):
                 self._row_bytes += mean_image_bytes(self._store)
 
-    def get_name(self) -> str:
-        return "LMDB"
-
     def estimate_inmemory_data_size(self) -> int:
         return len(self._store) * self._row_bytes
 

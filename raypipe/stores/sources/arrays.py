@@ -188,7 +188,7 @@ def _names_of(
     """
     kinds = {name: str(rows) for name, rows in arrays.items()}
     names: dict[str, str] = {}
-    split = None
+    split: str | None = None
     for column, usual in (("image", _IMAGES), ("label", _LABELS)):
         likely = [
             name

@@ -86,8 +86,9 @@ def _of_frames(where: str, packed: bytes) -> bytes:
     num_bytes = int(frames["f3"].sum(dtype=np.int64))
     check_read(where, num_bytes, len(packed), "write smaller chunks")
     begins = offsets.astype(np.int64) + 4 * (num_samples + 2)
-    parts = [np.append(num_samples, begins).astype("<u4").tobytes()]
-    for _, start, num_packed, num_unpacked in frames.tolist():
-        frame = packed[start : start + num_packed]
-        parts.append(unpacked(where, frame, "zstd", num_unpacked))
-    return b"".join(parts)
+    table = np.append(num_samples, begins).astype("<u4").tobytes()
+    contents = [
+        unpacked(where, packed[start : start + num_packed], "zstd", num_unpacked)
+        for _, start, num_packed, num_unpacked in frames.tolist()
+    ]
+    return table + b"".join(contents)

@@ -50,24 +50,20 @@ def open_tensors(address: str, asked: Asked) -> Source:
 def _load(torch: Any, address: str) -> Any:
     load = functools.partial(torch.load, map_location="cpu", weights_only=True)
     with opened(address) as file:
-        _check_zip(address, file)
+        if zipfile.is_zipfile(file):
+            # parts, which torch stores as they are, may be compressed to far less
+            num_bytes = sum(
+                member.file_size
+                for member in zipfile.ZipFile(file).infolist()
+                if member.compress_type != zipfile.ZIP_STORED
+            )
+            check_read(address, num_bytes, size_of(file))
+        file.seek(0)
         if not is_remote(address):
             # the format before torch 1.6 cannot be mapped
             with contextlib.suppress(RuntimeError), regular_path(address) as path:
                 return load(path, mmap=True)
         return load(file)
-
-
-def _check_zip(address: str, file: Any) -> None:
-    """Raise StoreError if the parts of a file, which torch stores as they are, are compressed to far less."""
-    if zipfile.is_zipfile(file):
-        num_bytes = sum(
-            member.file_size
-            for member in zipfile.ZipFile(file).infolist()
-            if member.compress_type != zipfile.ZIP_STORED
-        )
-        check_read(address, num_bytes, size_of(file))
-    file.seek(0)
 
 
 def _rows(torch: Any, tensor: Any) -> ArrayRows:

@@ -127,15 +127,16 @@ class TarSamples(Parts):
             return find(tar, OpenFile)
         if (whole := cache.find(tar, OpenFile)) is not None:
             return whole
-        part = self._ranges.get((number, placed))
-        if part is None:
-            part = self._ranges[number, placed] = self._ranges_of(number, placed, tar)
+        part = self._ranges_of(number, placed, tar)
         return find(part, lambda path: ByteRangesReader(path, part))
 
     def _ranges_of(
         self, number: int, placed: tuple[str, ...], tar: RemoteFile
     ) -> ByteRanges:
         """Return the bytes of a group's members and their headers, joined across small gaps."""
+        key = number, placed
+        if key in self._ranges:
+            return self._ranges[key]
         first, last = self.offsets[number : number + 2]
         places = [self._index[name][first:last].tolist() for name in placed]
         sparse = self._sparse[self._numbers[number]]
@@ -150,7 +151,8 @@ class TarSamples(Parts):
                 begin, last_end = ranges.pop()
                 end = max(end, last_end)
             ranges.append((begin, end))
-        return ByteRanges(tar, tuple(ranges))
+        self._ranges[key] = ByteRanges(tar, tuple(ranges))
+        return self._ranges[key]
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""

@@ -90,12 +90,13 @@ def _taken_from_views(
     without_endings = dict[str, Any]()
     found = list[tuple[str, Ending | None]]()
     for name, view in find_views(views, size).items():
-        taken = [_taken(transform, size) for transform in view.transforms]
-        kept = tuple(transform for transform, _ in taken)
-        without_endings[name] = replace(view, transforms=kept)
-        for transform, (_, ending) in zip(view.transforms, taken, strict=True):
+        kept = list[Any]()
+        for transform in view.transforms:
+            without_ending, ending = _taken(transform, size)
+            kept.append(without_ending)
             if not _is_named(transform):
                 found.append((name, ending))
+        without_endings[name] = replace(view, transforms=tuple(kept))
     first_name, first = found[0] if found else ("", None)
     for name, ending in found:
         if (ending and ending.described) != (first and first.described):

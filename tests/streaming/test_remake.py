@@ -103,7 +103,12 @@ class Counting:
         return of(image, np.random.randint(9))
 
 
+def with_generator(rng: np.random.Generator) -> Any:
+    return lambda image: of(image, rng.integers(9))
+
+
 PURE: dict[str, Any] = {
+    "generator in a closure": with_generator(np.random.default_rng()),
     "cache": Cached(),
     "counting": Counting(),
     "lambda": lambda image: image[:8, :8],

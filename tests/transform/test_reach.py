@@ -18,7 +18,6 @@ from torchvision.transforms import v2
 
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.user_code import copied
 
 KEYS = [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
 IMAGE = np.full((8, 8, 3), 100, np.uint8)
@@ -278,16 +277,3 @@ def test_generators_that_are_seeded_ahead_draw_as_those_of_one_key(
     with reached.kept():
         assert [draws() for _ in reached.rewound(keys)] == expected
     assert expected[0] != expected[1]
-
-
-def test_a_copy_of_a_function_draws_the_same_from_its_own_generator() -> None:
-    rng = np.random.default_rng(0)
-
-    def in_closure(image: np.ndarray) -> np.ndarray:
-        return image + rng.integers(0, 9, image.shape, np.uint8)
-
-    twin = copied(in_closure)
-    first, second = (
-        SampleTransform(code)(IMAGE.copy(), (1, 2)) for code in (in_closure, twin)
-    )
-    assert np.array_equal(first, second)

@@ -21,7 +21,6 @@ def test_a_schedule_holds_from_its_epochs_and_validations_have_the_last() -> Non
         224,
     ]
     assert {size_in(SCHEDULE, "val", epoch) for epoch in (0, 10, 20)} == {224}
-    assert size_in(TransformConfig(size=32), "train", 5) == 32
 
 
 def test_a_bucket_grows_with_the_schedule_to_its_written_size() -> None:

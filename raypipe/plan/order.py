@@ -22,6 +22,7 @@ MIN_BITS = 6
 
 ShuffleKind = Literal["global", "window", "off"]
 _U64 = np.uint64
+_NO_PASS = (-1, None, None)
 
 
 class Domain(IntEnum):
@@ -168,7 +169,7 @@ class Shuffle:
     seed: int
     groups: np.ndarray | None = None
     window_groups: int = 0
-    _pass: tuple[int, Any, Any] = field(default=(-1, None, None), init=False)
+    _pass: tuple[int, Any, Any] = field(default_factory=lambda: _NO_PASS, init=False)
 
     def numbers(self, pass_number: int, positions: np.ndarray) -> np.ndarray:
         """The numbers, int64 (n,), at int64 positions (n,) of a pass."""
@@ -210,7 +211,7 @@ class Shuffle:
         return self.groups, *kept[1:]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pass": (-1, None, None)}
+        return {**self.__dict__, "_pass": _NO_PASS}
 
 
 @lru_cache(maxsize=64)

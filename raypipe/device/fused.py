@@ -184,7 +184,9 @@ def draw_params(
     neutral = np.array([0.0, 0, 0, 1, 1, 1, 1, 0, 0])[:, None]
     drawn = np.where(happens, _between(low, high, shares[6:15]), neutral)
     box = _draw_boxes(fused, erase, shares[15:], height, width)
-    return FusedParams(flip, *drawn[:8], gray, drawn[8], box)
+    degrees, x, y, scale, light, contrast, saturation, hue, sigma = drawn
+    of_color = (light, contrast, saturation, hue)
+    return FusedParams(flip, degrees, x, y, scale, *of_color, gray, sigma, box)
 
 
 def _between(low: Any, high: Any, share: np.ndarray) -> np.ndarray:

@@ -178,7 +178,7 @@ class DeviceAugment:
         self.drawn: list[FusedParams] = []
         self._stream: Any = None  # made when the first batch has come from a ring
         # weights and buffers, or what a function keeps: the loop may be writing them in another stream
-        state = [config.module] if config.module else []
+        state: list[Any] = [config.module] if config.module else []
         if isinstance(config.module, nn.Module):
             state = [*config.module.parameters(), *config.module.buffers()]
         self._runs_apart = not config.differentiable and not state

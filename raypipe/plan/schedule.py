@@ -440,7 +440,7 @@ class Plan:
     def _sampler(self, split: Split) -> RunSampler:
         sampler: RunSampler | None = self.validation
         if split == "train":
-            sampler = self.training and self.training.sampler
+            sampler = self.training.sampler if self.training else None
         assert sampler, "this plan has a schedule alone, or no validation"
         return sampler
 

@@ -127,9 +127,9 @@ def build_optimizer(
     if name == "sgd":
         momentum = arguments.setdefault("momentum", 0.9)
         arguments.setdefault("nesterov", momentum > 0)
-    kind = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
+    made_of = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
     try:
-        optimizer = _without_compiler(kind)(
+        optimizer = _without_compiler(made_of)(
             groups, lr=config.lr, fused=fused, **arguments
         )
     except (TypeError, ValueError) as error:

@@ -11,20 +11,21 @@ import functools
 import logging
 import os
 import re
+import sys
 import threading
-from typing import Any
+from typing import Any, TextIO
 
 from raypipe.logs import is_json
 from raypipe.progress import RELAY, print_progress, spares_output
-from raypipe.rayext.ray_private import find_private, replace
+from raypipe.rayext.ray_private import Function, find_private, replace
 from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
-_JSON_LINE = re.compile(r'^\{"')
+# Lines that Ray must not merge with those of other workers.
+_APART = re.compile(rf'^(\{{"|{RELAY})')
 
 WORKER = "ray._private.worker"
-_PRINT = f"{WORKER}.print_to_stdstream"
 _DISPATCHER = "ray._private.ray_logging.global_worker_stdstream_dispatcher"
 _LOSS = "lines of Ray's workers are not printed as JSON, and all of them are printed"
 # Lines of Ray's about what every stream does, in the form of errors and warnings.
@@ -42,35 +43,22 @@ _END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers la
 _progress_ended = threading.Event()
 
 
+@functools.cache  # once per process
 def take_worker_logs() -> None:
-    """Put raypipe between Ray and this process's console, whether or not Ray is connected; once per process."""
-    print_lines = find_private(_PRINT, _LOSS)
-    if getattr(print_lines, "is_raypipes", False):
-        return
-    replace(_PRINT, _printing, loss=_LOSS)
+    """Put raypipe between Ray and this process's console, whether or not Ray is connected."""
+    replace(f"{WORKER}.print_worker_logs", _printing, loss=_LOSS)
     if "RAY_DEDUP_LOGS_ALLOW_REGEX" not in os.environ:
         # Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
         for name in ("stdout_deduplicator", "stderr_deduplicator"):
             if deduplicator := find_private(f"{WORKER}.{name}", _LOSS):
-                deduplicator.allow_re = _JSON_LINE
-    dispatcher = find_private(_DISPATCHER, _LOSS)
-    for number, (name, handler) in enumerate(dispatcher.handlers if dispatcher else ()):
-        if getattr(handler, "func", None) is print_lines:  # Ray is connected already
-            new = functools.partial(
-                find_private(_PRINT, _LOSS), *handler.args, **handler.keywords
-            )
-            dispatcher.handlers[number] = (name, new)
+                deduplicator.allow_re = _APART
 
 
 def begin_progress() -> bool:
     """Begin the progress of a run's trainers; return whether its lines are shown without Ray's prefix."""
     _progress_ended.clear()
-    dispatcher = find_private(_DISPATCHER, _LOSS)
-    handlers = dispatcher.handlers if dispatcher else ()
-    return are_on() and any(
-        getattr(getattr(handler, "func", None), "is_raypipes", False)
-        for _, handler in handlers
-    )
+    take_worker_logs()
+    return are_on() and bool(find_private(f"{_DISPATCHER}.handlers", _LOSS))
 
 
 def await_progress() -> None:
@@ -78,10 +66,10 @@ def await_progress() -> None:
     _progress_ended.wait(_END_S)
 
 
-def _printing(print_lines: Any) -> Any:
+def _printing(print_logs: Function) -> Function:
     """Wrap Ray's function, whose `data` has the lines of one process, and identifies the process."""
 
-    def print_worker_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
+    def print_lines(data: dict[str, Any], to: TextIO, *args: Any) -> None:
         lines = data["lines"]
         if is_json() and data.get("pid") == "autoscaler":
             events = find_private(f"{WORKER}.filter_autoscaler_events", _LOSS)
@@ -101,8 +89,7 @@ def _printing(print_lines: Any) -> Any:
         if kept:
             # Ray has its own messages on standard output, where a command's result is.
             is_rays = data.get("pid") in ("raylet", "autoscaler")
-            is_error = data["is_err"] or is_rays or spares_output()
-            print_lines({**data, "lines": kept, "is_err": is_error}, *args, **options)
+            is_error = is_rays or spares_output()
+            print_logs({**data, "lines": kept}, sys.stderr if is_error else to, *args)
 
-    print_worker_lines.is_raypipes = True  # type: ignore[attr-defined]
-    return print_worker_lines
+    return print_lines

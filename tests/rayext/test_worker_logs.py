@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+import sys
+from typing import Any, TextIO
 
 import pytest
 from ray._private import worker
@@ -17,11 +18,10 @@ def rays_lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The lines that Ray itself prints, of those that raypipe takes."""
     printed: list[dict[str, Any]] = []
 
-    def print_lines(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-        printed.append(data)
+    def print_logs(data: dict[str, Any], to: TextIO, ignore_prefix: bool) -> None:
+        printed.append(data | {"is_err": to is sys.stderr})
 
-    monkeypatch.setattr(worker, "print_to_stdstream", print_lines)
-    worker_logs.take_worker_logs()
+    monkeypatch.setattr(worker, "print_worker_logs", worker_logs._printing(print_logs))
     return printed
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import threading
-import time
 import weakref
 from typing import Any
 
@@ -18,7 +16,6 @@ import ray
 
 from raypipe.background import Repeating
 
-_LOOK_S = 0.2
 _SHUTDOWN = "__ray_shutdown__"  # Ray calls this method of an actor before it ends
 
 _owners = weakref.WeakSet[Any]()
@@ -41,20 +38,6 @@ class RayThread(Repeating):
     def _goes_on(self) -> bool:
         # a call to Ray after its end would start it again
         return ray.is_initialized()
-
-
-def answer(reference: Any, timeout_s: float) -> Any:
-    """Call ray.get with a limit; a RayThread that is stopped waits no longer.
-
-    Raises:
-        GetTimeoutError: there is no answer.
-    """
-    left = getattr(threading.current_thread(), "left", None)
-    deadline = time.monotonic() + timeout_s
-    while not ray.wait([reference], timeout=_LOOK_S)[0]:
-        if time.monotonic() > deadline or (left and left.is_set()):
-            raise ray.exceptions.GetTimeoutError(f"no answer for {timeout_s:g} s")
-    return ray.get(reference)
 
 
 def stop_before_end(owner: Any) -> None:

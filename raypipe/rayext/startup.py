@@ -122,20 +122,14 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
             )
             break
         except ValueError:  # the name is taken
-            wait.turn(
-                f"another run, until its trainers and its pool have started{_holder()}"
-            )
+            state = _told_by_holder("state")
+            who = f": {state}" if state else ""
+            wait.turn(f"another run, until its trainers and its pool have started{who}")
     try:
         yield actor
     finally:
         with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
             ray.kill(actor)  # does not wait for the head
-
-
-def _holder() -> str:
-    """Return who holds up the start of other runs, for a message; empty if unknown."""
-    state = _told_by_holder("state")
-    return f": {state}" if state else ""
 
 
 def another_starts(run: str) -> bool:
@@ -144,6 +138,7 @@ def another_starts(run: str) -> bool:
 
 
 def _told_by_holder(method: str) -> str:
+    """Return the answer of the run that holds up others; empty if unknown."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         actor: Any = ray.get_actor(_STARTING, namespace="raypipe")
         return str(ray.get(getattr(actor, method).remote(), timeout=_HOLDER_S))

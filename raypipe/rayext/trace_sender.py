@@ -25,11 +25,12 @@ from raypipe.metrics.tracer import (
     take_events,
 )
 from raypipe.rayext.processes import Process
-from raypipe.rayext.ray_thread import RayThread, answer
+from raypipe.rayext.ray_thread import RayThread
 
 PERIOD_S = 0.5
 """An actor loses the events that it has not sent when its stream ends."""
-_ANSWER_S = 5.0
+# Longest wait for an answer: less than a thread's end may take.
+_ANSWER_S = 2.0
 _MAX_HELD = (
     200_000_000  # characters that a Supervisor holds: some minutes of a large pool
 )
@@ -55,7 +56,7 @@ class TraceSender:
         """Send the events since the last call."""
         count_memory()
         chunk = Chunk(traced_name(self._process), json.dumps(take_events()))
-        if not answer(self._supervisor.traced.remote(chunk), _ANSWER_S):
+        if not ray.get(self._supervisor.traced.remote(chunk), timeout=_ANSWER_S):
             self._thread.left.set()
             end_recording()
 

@@ -20,17 +20,14 @@ _COMMIT_S = 10.0  # longest wait of a train function for Ray Train to register i
 def noticed() -> Any:
     """Return Ray Train's PreemptionInfo of this worker's run, without a remote call; None = no notice.
 
-    Raises:
-        LookupError: Ray Train has no notices: before Ray 2.60, or outside its workers.
+    There is none before Ray 2.60, and outside of Ray Train's workers.
     """
     from ray.train.v2._internal.execution import context
 
     try:
         return context.get_train_context().preemption_context.preemption_info
-    except (AttributeError, RuntimeError) as error:
-        raise LookupError(
-            "Ray Train has no preemption notices for this process"
-        ) from error
+    except (AttributeError, RuntimeError):
+        return None
 
 
 class Notice:
@@ -79,10 +76,7 @@ class Notice:
             tell: called with the text of each new notice.
             at_end: whether no call follows for some time, so that a checkpoint is due in any case.
         """
-        try:
-            info = noticed()
-        except LookupError:
-            return False
+        info = noticed()
         if info is None:
             return False
         now = time.time()

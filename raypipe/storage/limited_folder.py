@@ -96,8 +96,6 @@ class Room:
                 elif time.time() - status.st_ctime > _WRITTEN_S:
                     path.unlink()
                     continue
-                elif status.st_nlink > 1:  # another name of a file that counts
-                    continue
                 used += status.st_size
         for _, size, path in sorted(files):
             if kept is None or used <= kept:

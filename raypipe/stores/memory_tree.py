@@ -43,21 +43,18 @@ class MemoryTree:
 
     def find(self, path: str) -> Any:
         """Return the value of the file at a path, links followed."""
-        return self._found("", self._node(path)).value
+        node = self._node(path)
+        return node.value if isinstance(node, Entry) else self._missing
 
     def entries(self, folder: str) -> Iterable[Entry]:
         node = self._node(folder)
         for name, child in node.items() if isinstance(node, dict) else ():
-            is_link = _is_link(child)
-            yield self._found(
-                name, self._node(join(folder, name)) if is_link else child
-            )
-
-    def _found(self, name: str, node: Any) -> Entry:
-        if isinstance(node, dict):
-            return Entry(name, FOLDER, self._missing)
-        kind, value = node[1:] if node else (FILE, self._missing)
-        return Entry(name, kind, value)
+            found = self._node(join(folder, name)) if _is_link(child) else child
+            if isinstance(found, Entry):
+                yield found._replace(name=name)
+            else:
+                kind = FILE if found is None else FOLDER
+                yield Entry(name, kind, self._missing)
 
     def identity(self, folder: str) -> Hashable:
         return id(self._node(folder))

@@ -4,53 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray import cloudpickle
 
-from raypipe.rayext import ray_thread
-from raypipe.rayext.ray_thread import RayThread, answer
+from raypipe.rayext.ray_thread import RayThread
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray never answers."""
-    monkeypatch.setattr(ray_thread, "_prepare_end", lambda: None)
-    monkeypatch.setattr(
-        ray_thread,
-        "ray",
-        SimpleNamespace(
-            is_initialized=lambda: True,
-            wait=lambda asked, timeout: time.sleep(0.01) or ([], asked),
-            exceptions=ray.exceptions,
-        ),
-    )
-
-
-def test_a_thread_that_is_stopped_waits_no_longer_for_an_answer(
-    pretended: None,
-) -> None:
-    begun = threading.Event()
-
-    def turn() -> None:
-        begun.set()
-        answer("a question", 1e9)
-
-    thread = RayThread(turn, 0.0, "raypipe-test")
-    thread.start()
-    begun.wait()
-    thread.stop()
-    assert not thread.is_alive()
-    with pytest.raises(ray.exceptions.GetTimeoutError):
-        answer("a question", 0.0)
 
 
 class Talking:

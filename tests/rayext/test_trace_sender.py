@@ -38,7 +38,7 @@ class _Supervisor:
 def test_events_are_sent_at_the_time_of_day_until_the_trace_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trace_sender, "answer", lambda sent, _: sent)
+    monkeypatch.setattr(trace_sender.ray, "get", lambda sent, timeout: sent)
     monkeypatch.setattr(trace_sender.RayThread, "start", lambda _: None)
     supervisor = _Supervisor()
     assert begin_recording()

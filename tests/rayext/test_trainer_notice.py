@@ -52,8 +52,7 @@ def info(*nodes: str, left_s: float | None = None) -> Any:
 def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(LookupError):
-        noticed()
+    assert noticed() is None
     assert not Notice().is_due(print)
     # it has no such context
     monkeypatch.setattr(context, "get_train_context", SimpleNamespace)

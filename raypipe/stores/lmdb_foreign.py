@@ -60,7 +60,9 @@ class ForeignShards(Shards):
     def __init__(
         self, shards: Sequence[Shard], target_column: str, trust_pickles: bool
     ) -> None:
-        listings = [listing_of(shard, target_column, trust_pickles) for shard in shards]
+        listings: Sequence[Listing] = [
+            listing_of(shard, target_column, trust_pickles) for shard in shards
+        ]
         super().__init__(shards, [len(listing.keys) for listing in listings])
         _check_same_layout(shards, listings)
         first = listings[0]
@@ -69,7 +71,7 @@ class ForeignShards(Shards):
         self._listings = listings
         self.classes: tuple[str, ...] | None = None
         # views of what the node keeps
-        self._labels = [listing.labels for listing in listings]
+        self._labels: list[Any] = [listing.labels for listing in listings]
         label_type = first.label_type
         if isinstance(self._labels[0], pa.DictionaryArray):
             label_type = "int64"

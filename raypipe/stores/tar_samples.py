@@ -99,7 +99,7 @@ class TarSamples(Parts):
         shard = self._numbers[number]
         name = self._tars[shard].address
         sparse = self._sparse[shard]
-        reader = self._reader(number, placed, may_fetch=True) if placed else None
+        reader: Any = self._reader(number, placed, may_fetch=True) if placed else None
         found: dict[str, Any] = {}
         for column in columns:
             values: Any = self._index[column][rows + self.offsets[number]]

@@ -39,7 +39,7 @@ from raypipe.streaming.start.head_start import (
     threads_of_rank,
 )
 from raypipe.streaming.start.pool_start import LeftError, PooledStream
-from raypipe.streaming.start.room import ActorRoom, make_room
+from raypipe.streaming.start.room import ActorRoom
 from raypipe.streaming.supervisor import (
     POOL,
     announce_trainer,
@@ -365,7 +365,7 @@ class RayStreams:
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
         if self._world_size == 1:
-            make_room(room.cpus)
+            room.make(stream.check)
         if self._max_actors is None:
             self._max_actors = preflight(
                 settings, wait=room.wait(stream.check)

@@ -88,6 +88,12 @@ class ActorRoom:
             check()
             time.sleep(0.1)
 
+    def make(self, check: Callable[[], None]) -> None:
+        """Let the others shrink if their pools have grown since there was room; see `make_room`."""
+        if self._others and not self._is_asked and not _settles(self.cpus):
+            self.ask_for(check)
+        make_room(self.cpus)
+
     def wait(self, check: Callable[[], None]) -> Wait:
         """Return a wait for CPUs that are held, also by pools of the others which have grown in the meantime."""
         timeout_s = _GIVE_WAY_S if self._others else SETTLE_S

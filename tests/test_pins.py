@@ -8,6 +8,7 @@ import itertools
 import runpy
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,38 @@ def imported(path: Path) -> set[str]:
     )
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
-    asked = map(
-        Requirement,
-        itertools.chain(PROJECT["project"]["dependencies"], *EXTRAS.values()),
-    )
-    declared = {canonicalize_name(requirement.name) for requirement in asked}
+def check_declared(
+    paths: Iterable[Path], *declared: list[str], installed: bool = False
+) -> None:
+    """Check that requirements name what files import, or of that only what is installed here."""
+    asked = map(Requirement, itertools.chain(*declared))
+    names = {canonicalize_name(requirement.name) for requirement in asked}
     distributions = importlib.metadata.packages_distributions()
-    for path in [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]:
-        for name in imported(path):
+    for path in paths:
+        for name in imported(path) - {"nvidia"}:  # a namespace
             found = {canonicalize_name(each) for each in distributions.get(name, [])}
-            assert found & declared, (
-                f"{path} imports {name}, of {found or 'no package'}: not in pyproject.toml"
+            assert found & names or (installed and not found), (
+                f"{path} imports {name}, of {found}: not declared"
             )
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    paths = [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]
+    check_declared(paths, PROJECT["project"]["dependencies"], *EXTRAS.values())
 
 
 def test_a_benchmark_with_its_own_environment_asks_for_what_it_imports() -> None:
     script = ROOT / "benchmarks" / "peers.py"
-    _, header, _ = script.read_text().split("# ///", 2)
-    lines = [line.removeprefix("# ") for line in header.splitlines()[1:]]
-    (own, *others) = map(Requirement, tomllib.loads("\n".join(lines))["dependencies"])
-    asked = [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in own.extras)]
-    others += map(Requirement, itertools.chain(*asked))
-    declared = {canonicalize_name(requirement.name) for requirement in others}
-    distributions = importlib.metadata.packages_distributions()
-    names = set(itertools.chain(*map(imported, script.parent.glob("peer*.py"))))
-    for name in names - {"nvidia"}:  # a namespace
-        found = {canonicalize_name(each) for each in distributions.get(name, [])}
-        # the tests' environment lacks most of the peers
-        assert not found or found & declared, f"{name}, of {found}"
+    header = script.read_text().split("# ///")[1].replace("\n# ", "\n")
+    asked = tomllib.loads(header.partition("\n")[2])["dependencies"]
+    of_extras = [EXTRAS[name] for name in Requirement(asked[0]).extras]
+    check_declared(
+        script.parent.glob("peer*.py"),
+        asked,
+        PROJECT["project"]["dependencies"],
+        *of_extras,
+        installed=True,
+    )
 
 
 def test_uv_and_the_image_have_one_list_of_exact_versions() -> None:

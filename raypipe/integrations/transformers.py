@@ -190,14 +190,17 @@ class StreamTrainer(transformers.Trainer):
         return self._stream_train
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._validation_of(eval_dataset) or super().get_eval_dataloader(
-            eval_dataset
-        )
+        of_stream = self._validation_of(eval_dataset)
+        # one without samples is false
+        if of_stream is None:
+            return super().get_eval_dataloader(eval_dataset)
+        return of_stream
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._validation_of(test_dataset) or super().get_test_dataloader(
-            test_dataset
-        )
+        of_stream = self._validation_of(test_dataset)
+        if of_stream is None:
+            return super().get_test_dataloader(test_dataset)
+        return of_stream
 
     def _validation_of(self, dataset: Any) -> Any:
         """The stream's validation, if it is that; None = a dataset of the user's."""

@@ -114,10 +114,12 @@ def to_values(column: pa.ChunkedArray) -> np.ndarray | list[Any]:
         return _python_values(column)
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.cast(column.type.storage_type)
+    kind, shape = numbers
     try:
-        return np.array(numbers_in(column.combine_chunks()))
+        flat = numbers_in(column.combine_chunks())
+        return np.array(flat.reshape(len(column), *shape))
     except ValueError:
-        return _with_none(column)
+        return _with_none(column, kind.to_pandas_dtype(), shape)
 
 
 def _python_values(column: pa.ChunkedArray) -> list[Any]:
@@ -148,12 +150,12 @@ def as_classes(labels: pa.ChunkedArray) -> pa.ChunkedArray:
     return labels.cast(pa.int64())
 
 
-def _with_none(column: pa.ChunkedArray) -> list[Any]:
+def _with_none(
+    column: pa.ChunkedArray, dtype: Any, shape: tuple[int, ...]
+) -> list[Any]:
     """Return a column's values, None for those that are or contain a null."""
-    kind, _ = array_of(column.type) or (column.type, ())
-    dtype = kind.to_pandas_dtype()
     return [
-        None if _has_none(value) else np.asarray(value, dtype)[()]
+        None if _has_none(value) else np.asarray(value, dtype).reshape(shape)[()]
         for value in column.to_pylist()
     ]
 

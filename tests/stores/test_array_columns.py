@@ -31,7 +31,7 @@ ORDER = np.array([3, 0, 2, 2])
 
 def arrow_table(**more: Any) -> pa.Table:
     grid = pa.list_(pa.list_(pa.uint8(), 3), 2)
-    tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(EMBEDDINGS)
+    tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(GRIDS)
     columns = {
         "image": pa.array([picture(number, 4, 4) for number in range(4)], pa.binary()),
         "embedding": pa.array(EMBEDDINGS.tolist(), pa.list_(pa.float32(), 3)),
@@ -53,7 +53,7 @@ def test_lists_of_a_fixed_size_and_tensors_are_arrays() -> None:
     for column, expected in (
         ("embedding", EMBEDDINGS),
         ("grid", GRIDS),
-        ("tensor", EMBEDDINGS),
+        ("tensor", GRIDS),
     ):
         assert (
             isinstance(found[column], np.ndarray)

@@ -177,7 +177,7 @@ class _Groups(Parts, TableColumns):
             return self._groups[self.part_of(int(indices[row]))[0]].path
 
         self._viewed.num_bytes = 0
-        found = super().read(indices, columns)
+        found = super().read(indices, tuple(columns))
         return Columns(found.images, self.table_of(found.table, path_of))
 
     def _read(

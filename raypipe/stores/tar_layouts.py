@@ -33,7 +33,6 @@ from raypipe.stores.webdataset import (
     as_names,
     as_texts,
     find_samples,
-    have_texts,
     index_samples,
 )
 
@@ -60,16 +59,14 @@ def layout_of(
         for member in members
         if member.kind != FOLDER
     ]
-    scan = None
-    if target_column != BY_FOLDER:
-        scan = find_samples(name, entries, read, image_column, target_column)
-    if scan is not None and (scan.labels is not None or have_texts(scan)):
-        return scan
-    if image_column == "image" and target_column in ("label", BY_FOLDER, ""):
-        folders = _of_folders(name, members, tree)
-        if folders is not None:
-            return folders
-    if scan is None or target_column:
+    arguments = name, entries, read, image_column, target_column
+    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
+    may_be_classes = target_column in ("label", BY_FOLDER, "")
+    if scan is None and image_column == "image" and may_be_classes:
+        scan = _of_folders(name, members, tree)
+    if scan is None and not target_column:
+        scan = find_samples(*arguments, needs_labels=False)
+    if scan is None:
         suffixes = sorted(
             {suffix_of(path) for path, place in entries if not isinstance(place, str)}
             - {""}

@@ -186,8 +186,9 @@ def find_samples(
     read: Read,
     image_column: str,
     target_column: str,
+    needs_labels: bool = True,
 ) -> Scan | None:
-    """Group a tar's members into samples; None if it is no WebDataset: no sample has an image or a label.
+    """Group a tar's members into samples; None if it is no WebDataset: no label, and not every image has text.
 
     Args:
         name: name of the tar, for errors.
@@ -196,6 +197,7 @@ def find_samples(
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
             "label", but wrong and missing labels are allowed.
+        needs_labels: whether images need labels or texts to be a WebDataset.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
@@ -215,9 +217,10 @@ def find_samples(
             members = samples[0].members
             present = [*filter(None, members), *_json_of(members, read)]
             raise StoreError(missing(name, column, present, RENAMED[usual]))
-    if labels is None and not has_images:
-        return None
-    if labels is not None and None in labels and not problem:
+    if labels is None:
+        if not has_images or (needs_labels and not _all_have_texts(samples)):
+            return None
+    elif None in labels and not problem:
         key = samples[labels.index(None)].key
         problem = f"sample {key!r} has no label, but others have one"
     if problem:
@@ -304,12 +307,12 @@ def _read_labels(
     return labels
 
 
-def have_texts(scan: Scan) -> bool:
+def _all_have_texts(samples: Sequence[_Sample]) -> bool:
     """Return whether each sample with an image has a text too."""
-    lack_texts = scan.places[_IMAGE][:, 0] >= 0
-    for suffix in TEXT_SUFFIXES & scan.places.keys():
-        lack_texts &= scan.places[suffix][:, 0] < 0
-    return not lack_texts.any()
+    return not any(
+        _IMAGE in members and TEXT_SUFFIXES.isdisjoint(members)
+        for _, members in samples
+    )
 
 
 def _counted(

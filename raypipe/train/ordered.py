@@ -133,6 +133,7 @@ class StepBatchNorm:
         self._layers = [
             m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats
         ]
+        self._is_alone = world_size == 1
         self._sum = OrderedSum(num_local, world_size)
         self._before = self._begun = self._counted = self._momenta = self._layer_of = (
             torch.empty(0)
@@ -199,10 +200,11 @@ class StepBatchNorm:
         torch._foreach_copy_(
             live, blended.split([statistic.numel() for statistic in live])
         )
-        counters: list[Any] = [layer.num_batches_tracked for layer in self._layers]
-        torch._foreach_copy_(
-            counters, list((self._begun + num_forwards.long()).unbind())
-        )
+        if not self._is_alone:
+            counters: list[Any] = [layer.num_batches_tracked for layer in self._layers]
+            torch._foreach_copy_(
+                counters, list((self._begun + num_forwards.long()).unbind())
+            )
 
     def _live(self) -> list[torch.Tensor]:
         """Return running mean and variance of each layer: their current tensors, which `model.to` replaces."""

@@ -114,11 +114,11 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PooledStream, "connect", lambda *_: None)
+    monkeypatch.setattr(ray_stream.ActorRoom, "make", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     monkeypatch.setattr(pipeline, "splits", splits)
     for name, value in {
         "from_rank_zero": broadcast,
-        "make_room": lambda cpus: None,
         "remember_group": lambda: None,
         "is_local": lambda: False,
         "start_supervisor": lambda *_, **__: Handle(),

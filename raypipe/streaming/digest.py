@@ -15,6 +15,7 @@ import dataclasses
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
 
+# To send one through Ray takes a millisecond or two.
+_CHUNK = 16
+
+
 class MicroBatchDigest(NamedTuple):
     """The digest of a micro-batch: the name of its place, 16 bytes, and how many samples have weight."""
 
@@ -51,8 +56,10 @@ def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
         )
 
 
-def _consume(iterator: DataIterator) -> list[MicroBatchDigest]:
-    return list(digested(host_batches(iterator)))
+def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
+    digests = digested(host_batches(iterator))
+    while chunk := list(islice(digests, _CHUNK)):
+        yield chunk
 
 
 def iterate_digests(
@@ -60,7 +67,8 @@ def iterate_digests(
 ) -> Iterator[MicroBatchDigest]:
     """Consume a stream with one process per rank; yield digests in the order of the plan.
 
-    To end it at a step, end its plan there (`Plan.until`): all ranks, and the execution, then end together.
+    To end it at a step, end its plan there (`Plan.until`): all ranks, and the execution, then end together. It
+    must be iterated to its end.
 
     Args:
         plan: the stream's plan.
@@ -72,8 +80,12 @@ def iterate_digests(
     """
     import ray
 
-    consume: Any = ray.remote(num_cpus=0)(_consume)
-    ranks = [*map(iter, get([consume.remote(iterator) for iterator in iterators]))]
+    consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
+    # All ranks begin together.
+    ranks = [
+        chain.from_iterable(map(get, consume.remote(iterator)))
+        for iterator in iterators
+    ]
     for position in plan.micro_batches(cursor):
         rank = position.micro % len(ranks)
         digest = next(ranks[rank], None)

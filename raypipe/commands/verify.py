@@ -120,10 +120,6 @@ def verify(
     seconds = time.perf_counter() - started
     bad = [entry for _, _, of_part in parts for entry in of_part]
     bad.sort(key=lambda entry: entry["index"])
-    # one damaged row group can make a thousand samples bad
-    counts = Counter(entry["error"] for entry in bad)
-    first = {entry["error"]: entry for entry in reversed(bad)}
-    reasons = [{**first[error], "samples": num} for error, num in counts.items()]
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)
@@ -135,8 +131,15 @@ def verify(
         "list": address,
         "seconds": seconds,
         "images_per_s": num_samples / seconds,
-        "reasons": reasons[:10],
+        "reasons": _reasons(bad)[:10],
     }
+
+
+def _reasons(bad: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first bad sample of each error, and how many have it: one damaged row group can make a thousand bad."""
+    counts = Counter(entry["error"] for entry in bad)
+    first = {entry["error"]: entry for entry in reversed(bad)}
+    return [{**first[error], "samples": num} for error, num in counts.items()]
 
 
 def check_range(

@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,7 @@ class DeviceDecoder:
         on_device = {}
         running = {}
         for row, image in images.items():
-            encoded = image.tobytes()
-            if (
-                self.library
-                and is_for_nvjpeg(encoded)
-                and not (self._exif and jpeg_orientation(encoded) > 1)
-            ):
+            if self._is_for_device(image.tobytes()):
                 on_device[row] = image
             else:
                 running[row] = self._threads.submit(self._by_host, image, maps[row])
@@ -139,22 +134,39 @@ class DeviceDecoder:
                 running[row] = self._threads.submit(
                     self._by_host, images[row], maps[row]
                 )
-            decoded = {}
-            failed = {}
-            for row, future in running.items():
-                try:
-                    pixels = torch.from_numpy(future.result())
-                except SampleError as error:
-                    failed[row] = str(error)
-                    continue
-                decoded[row] = pixels.permute(2, 0, 1).to(self.device)
-            self._place(decoded, maps, out)
+            failed = self._fill_by_host(running, maps, out)
             ended = mark(self.device)
             ready = new_event(self.device)
             ready.record(self._stream)
         return Decoded(
             out.permute(0, 3, 1, 2), failed, len(running), ready, began, ended
         )
+
+    def _is_for_device(self, image: bytes) -> bool:
+        return (
+            bool(self.library)
+            and is_for_nvjpeg(image)
+            and not (self._exif and jpeg_orientation(image) > 1)
+        )
+
+    def _fill_by_host(
+        self,
+        running: dict[int, Future[np.ndarray]],
+        maps: np.ndarray,
+        out: torch.Tensor,
+    ) -> dict[int, str]:
+        """Take the images that threads decode into rows of uint8 (B, H, W, 3); return the errors of others."""
+        decoded = {}
+        failed = {}
+        for row, future in running.items():
+            try:
+                pixels = torch.from_numpy(future.result())
+            except SampleError as error:
+                failed[row] = str(error)
+                continue
+            decoded[row] = pixels.permute(2, 0, 1).to(self.device)
+        self._place(decoded, maps, out)
+        return failed
 
     def _fill_by_device(
         self, images: dict[int, np.ndarray], maps: np.ndarray, out: torch.Tensor

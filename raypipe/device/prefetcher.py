@@ -257,21 +257,10 @@ def on_device(
         with pinned(through.device):
             if tensors is None:  # without a ring
                 tensors = [view(array).to(through.device) for array in _arrays(host)]
-            fields = _fields(host, tensors)
-            copied = through.copied  # without a ring there was none
-            if host.ready is not None:
-                # an image that was decoded is made on the current stream
-                copied = None
-                hand_over(host.ready, [fields[IMAGE]], through.device)
-            return Batch(
-                fields=fields,
-                weight=tensors[0],
-                target_host=host[LABEL],
-                seed=seed_of(host.position),
-                copied=copied,
-                **{name: getattr(host, name) for name in _SAME},
-                **facts_of(host),
-            )
+            # an image that was decoded is made on the current stream; without a ring nothing was copied
+            copied = through.copied if host.ready is None else None
+            facts = {"seed": seed_of(host.position), "copied": copied, **facts_of(host)}
+            return _batch(host, tensors, through.device, facts)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
@@ -282,6 +271,27 @@ def on_device(
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
     return map(made, source)
+
+
+def _batch(
+    host: MicroBatch,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> Batch:
+    """Make the batch of a micro-batch.
+
+    Args:
+        tensors: the arrays of `_arrays`, on the device.
+        facts: further attributes, by name.
+    """
+    fields = _fields(host, tensors)
+    if host.ready is not None:
+        hand_over(host.ready, [fields[IMAGE]], device)
+    same = {name: getattr(host, name) for name in _SAME}
+    return Batch(
+        fields=fields, weight=tensors[0], target_host=host[LABEL], **same, **facts
+    )
 
 
 def _arrays(host: MicroBatch) -> list[np.ndarray]:

@@ -180,16 +180,20 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     left_out = _suffixes(file for file in every if file.suffix not in kept)
     left_out[_HIDDEN] = num_hidden + num_within
     labels = {name: label for label, name in enumerate(classes)}
-    samples = [
-        sorted(
-            TreeSample(labels[file.top], file.path, file.value)
-            for file in of_tree
-            if file.suffix in kept
-        )
-        for of_tree in files
-    ]
+    samples = [_labelled(of_tree, kept, labels) for of_tree in files]
     paths = [path for path, _, _ in beside]
     return Layout(tuple(classes), samples, +left_out, flat, root, files, paths)
+
+
+def _labelled(
+    files: Iterable[_File], suffixes: Collection[str], labels: Mapping[str, int]
+) -> list[TreeSample]:
+    """Return the samples of a tree, in order, with the number of their class."""
+    return sorted(
+        TreeSample(labels[file.top], file.path, file.value)
+        for file in files
+        if file.suffix in suffixes
+    )
 
 
 def _listed(

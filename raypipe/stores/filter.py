@@ -162,16 +162,6 @@ def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Sca
     def value(of: ast.expr) -> Any:
         return _value(of, columns)
 
-    def compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
-        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, _LISTS):
-            are_equal = (_equal(value(left), value(each)) for each in right.elts)
-            found = reduce(pc.or_kleene, are_equal, pa.scalar(False))
-            return found if isinstance(op, ast.In) else pc.invert(found)
-        if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](value(left), value(right))
-        takes = ": `in` takes a list" if isinstance(op, ast.In | ast.NotIn) else ""
-        raise ConfigError(f"{shown(ast.unparse(node))} is not allowed{takes}")
-
     match node:
         case ast.Name() | ast.Attribute():
             return columns[ast.unparse(node)]
@@ -187,8 +177,30 @@ def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Sca
             return _OPERATIONS[type(op)](value(left), value(right))
         case ast.Compare(left, ops, rights):
             # a chain such as 0 < label < 5 compares neighbours
-            return reduce(pc.and_kleene, map(compared, [left, *rights], ops, rights))
+            pairs = zip([left, *rights], ops, rights, strict=False)
+            return reduce(
+                pc.and_kleene, (_compared(node, *pair, value) for pair in pairs)
+            )
     raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
+
+
+def _compared(
+    node: ast.expr,
+    left: ast.expr,
+    op: ast.cmpop,
+    right: ast.expr,
+    value: Callable[[ast.expr], Any],
+) -> Any:
+    """Return the result of one comparison of an expression; `value` gives that of its sides."""
+    is_search = isinstance(op, ast.In | ast.NotIn)
+    if is_search and isinstance(right, _LISTS):
+        are_equal = (_equal(value(left), value(each)) for each in right.elts)
+        found = reduce(pc.or_kleene, are_equal, pa.scalar(False))
+        return found if isinstance(op, ast.In) else pc.invert(found)
+    if type(op) in _OPERATIONS:
+        return _OPERATIONS[type(op)](value(left), value(right))
+    takes = ": `in` takes a list" if is_search else ""
+    raise ConfigError(f"{shown(ast.unparse(node))} is not allowed{takes}")
 
 
 def _scalar(value: Any) -> pa.Scalar:

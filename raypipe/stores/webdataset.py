@@ -384,21 +384,30 @@ def index_samples(
         if not suffix and labels is not None:
             columns["label"] = labels
     keys = pa.concat_arrays([scan.keys for scan in scans])
-    types = {name: str(values.dtype) for name, values in columns.items()}
-    fingerprint = Fingerprint(types, classes)
-    fingerprint.add(b"\0".join(keys.to_pylist()))
-    for name, values in columns.items():
-        if name == "label":
-            fingerprint.add(values.tobytes())
-        else:  # sizes and times of members, and not where they are
-            fingerprint.add(values[:, 1:].tobytes())
-            columns[name] = values[:, :2]
+    fingerprint = _fingerprint_of(keys, columns, classes)
+    for name in columns.keys() - {"label"}:
+        columns[name] = columns[name][:, :2]
     return Indexed(
         columns,
         keys,
         [len(scan.keys) for scan in scans],
         left_out,
-        fingerprint.hexdigest(),
+        fingerprint,
         [scan.sparse for scan in scans],
         classes,
     )
+
+
+def _fingerprint_of(
+    keys: pa.LargeBinaryArray,
+    columns: Mapping[str, np.ndarray],
+    classes: tuple[str, ...] | None,
+) -> str:
+    """Return the fingerprint of samples: sizes and times of their members, and not where they are."""
+    types = {name: str(values.dtype) for name, values in columns.items()}
+    fingerprint = Fingerprint(types, classes)
+    fingerprint.add(b"\0".join(keys.to_pylist()))
+    for name, values in columns.items():
+        facts = values if name == "label" else values[:, 1:]
+        fingerprint.add(facts.tobytes())
+    return fingerprint.hexdigest()

@@ -112,12 +112,7 @@ class DataLoader:
         in_order: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        refused = (batch_sampler, timeout, multiprocessing_context)
-        for (name, instead), value in zip(_REFUSED.items(), refused, strict=True):
-            if value:
-                raise ConfigError(
-                    f"raypipe.DataLoader: {name} has no meaning here: {instead}"
-                )
+        _check_refused(batch_sampler, timeout, multiprocessing_context)
         _check_dataset(dataset)
         if sampler is not None and shuffle:
             raise ConfigError(
@@ -301,6 +296,15 @@ def _nest(found: Recognized | None, batch: Batch) -> Any:
     # pixels have their channels last in memory
     image = batch.image.clone(memory_format=torch.contiguous_format)
     return [found.finished(image), batch.target.clone()]
+
+
+def _check_refused(*values: Any) -> None:
+    """Raise ConfigError for an argument that is given, of those of `_REFUSED`, in their order."""
+    for (name, instead), value in zip(_REFUSED.items(), values, strict=True):
+        if value:
+            raise ConfigError(
+                f"raypipe.DataLoader: {name} has no meaning here: {instead}"
+            )
 
 
 def _checked(name: str, value: object, kind: Any) -> Any:

@@ -39,6 +39,7 @@ from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saving.stateful import latest_of_train
 from raypipe.streaming.shares import Share, share_of
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.ending import Ending
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
@@ -134,27 +135,19 @@ def loader(
     arguments = dict(locals())
     join_train_run()  # first: also for errors of the lines below
     checked = _checked(arguments)
-    trace_address: str = checked["trace"]
+    trace_address = _trace_address(checked["trace"])
     if trace_address:
-        trace_address = as_uri(trace_address)
-        check_place(trace_address)
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     share = share_of(checked["rank"], checked["world_size"], mesh)
     spec.plan.check_workers(share.world_size)
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else "cpu"
-    device = torch.device(device)
+    device = _device_of(device, in_train)
     checkpoints = None
     folder = _folder_of_train() if in_train else None
     if checked["run_dir"]:
         checkpoints = RunCheckpoints(as_uri(checked["run_dir"]), lease)
         folder = open_filesystem(checkpoints.run_uri)
-    if augment is not None and not isinstance(augment, AugmentConfig):
-        # a mere module
-        ending = spec.endings.get("train")
-        normalizes = ending is not None and ending.normalizes
-        augment = replace(AugmentConfig() if normalizes else PLAIN, module=augment)
+    augment = _augment_config(augment, spec.endings.get("train"))
     digest_log = None
     if log_digest:
         record = settings_record(spec, augment, dtype)
@@ -205,6 +198,22 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
         if checked[name] != default and not checked[needed]:
             raise ConfigError(f"raypipe.loader: {name} has no effect without {needed}")
     return checked
+
+
+def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
+    """The device of a rank's batches; by default the one that Ray Train gave this worker, or the CPU."""
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else "cpu"
+    return torch.device(device)
+
+
+def _trace_address(trace: str) -> str:
+    """The URI of the file of a trace, which can be written; empty = none."""
+    if not trace:
+        return ""
+    address = as_uri(trace)
+    check_place(address)
+    return address
 
 
 def _source_of(
@@ -288,6 +297,17 @@ def _later(
     ):
         return of_run
     return of_train
+
+
+def _augment_config(
+    augment: AugmentConfig | Callable[..., Any] | None, ending: Ending | None
+) -> AugmentConfig | None:
+    """The configuration of an augmentation, which may be a mere module, behind a pipeline with an ending."""
+    if augment is None or isinstance(augment, AugmentConfig):
+        return augment
+    if ending and ending.normalizes:
+        return AugmentConfig(module=augment)
+    return replace(PLAIN, module=augment)
 
 
 def _folder_of_train() -> RunFolder | None:

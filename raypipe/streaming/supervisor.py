@@ -174,13 +174,16 @@ class Supervisor:
         self._process = this_process("supervisor") if watches else None
         self._memory = Memory() if watches else None
         if self._memory and self._memory.lived_before:
-            if state := self._memory.load():
-                self._watch.restore(state.pop("watched"))
-                vars(self).update(state)
-            restarted = "the stream's supervisor died, and was restarted"
-            self.note(restarted, "supervisor_restarted")
+            self._restore(self._memory.load())
         if watches:
             self._watch.start()
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        if state:
+            self._watch.restore(state.pop("watched"))
+            vars(self).update(state)
+        restarted = "the stream's supervisor died, and was restarted"
+        self.note(restarted, "supervisor_restarted")
 
     def _remember(self) -> None:
         """Save what a restarted Supervisor needs, after each change but those that come with every block."""

@@ -40,7 +40,7 @@ from raypipe.stores.in_memory import hold
 from raypipe.streaming.bad_samples import BadSample, counts_of
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.faults import NO_ORDERS, Orders
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import Made, MicroBatchMaker
 from raypipe.streaming.memory.recall import recall_of
 from raypipe.streaming.read_ahead import ReadAhead
 from raypipe.streaming.row import block_row, of_source_row
@@ -112,22 +112,7 @@ class TransformWorker:
                 self._given = self._by_index(block, given)
                 given = None
             try:
-                recall = self._recall
-                # no sample is to be touched with care
-                is_safe = not (orders.careful or orders.bad)
-                if recall and is_safe and recall.wants(block[0].split):
-                    split = block[0].split
-                    batches, bad, arrays = recall.block(block, given)
-                    if recall.looks_for(split) and split not in self._told:
-                        self._supervisor.split_remembered.remote(split)
-                        self._told.add(split)
-                else:
-                    batches, bad, arrays = self._maker.block(
-                        block,
-                        given,
-                        excluded=dict.fromkeys(orders.bad, _DEADLY),
-                        one_by_one=orders.careful,
-                    )
+                batches, bad, arrays = self._recalled(block, given, orders)
             except SystemExit as error:
                 # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
@@ -153,6 +138,25 @@ class TransformWorker:
             gc.freeze()
         self._num_blocks += 1
         return row
+
+    def _recalled(self, block: Block, given: Columns | None, orders: Orders) -> Made:
+        """Make the micro-batches of a block, as far as they are not remembered."""
+        recall = self._recall
+        split = block[0].split
+        # no sample is to be touched with care
+        is_safe = not (orders.careful or orders.bad)
+        if not (recall and is_safe and recall.wants(split)):
+            return self._maker.block(
+                block,
+                given,
+                excluded=dict.fromkeys(orders.bad, _DEADLY),
+                one_by_one=orders.careful,
+            )
+        made = recall.block(block, given)
+        if recall.looks_for(split) and split not in self._told:
+            self._supervisor.split_remembered.remote(split)
+            self._told.add(split)
+        return made
 
     def _read(self, position: MicroBatchId, indices: np.ndarray) -> Columns:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to

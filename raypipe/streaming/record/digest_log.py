@@ -1,6 +1,6 @@
 """The record of what each rank handed out: hashes of its micro-batches.
 
-    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     files of each epoch, rank and start, which only grow:
+    RUN/digests/epoch-0003-rank-0001-18c3.jsonl     files of each epoch, rank and start:
 
     {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   what it was written by
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}

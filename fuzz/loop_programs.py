@@ -25,7 +25,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.shares import Share
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -287,7 +287,7 @@ def loader_of(
         return inline_batches(spec, place, rank, world_size)
 
     share = Share(rank, world_size, rank, world_size)
-    return Loader(spec, Source(open_at), share, cursor=cursor or spec.plan.start())
+    return Loader(spec, HostSource(open_at), share, cursor=cursor or spec.plan.start())
 
 
 def train_on_two(config: dict[str, Any]) -> None:

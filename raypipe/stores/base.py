@@ -431,7 +431,7 @@ def as_text(content: bytes | None) -> str | None:
         return None
 
 
-class Parts(ABC):
+class PartedStore(ABC):
     """Samples in parts that are read one at a time, such as files or row groups.
 
     Attributes:

@@ -17,7 +17,7 @@ from raypipe.stores.arrow_values import (
 )
 from raypipe.stores.base import (
     Columns,
-    Parts,
+    PartedStore,
     Store,
     check_columns,
     check_indices,
@@ -32,7 +32,7 @@ from raypipe.stores.numbers import exactly
 _GROUP = 1024
 
 
-class JoinedStore(Parts):
+class JoinedStore(PartedStore):
     """Stores in a row, with the columns that all have, and with class names if all have the same.
 
     Args:

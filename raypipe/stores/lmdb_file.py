@@ -37,7 +37,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Parts, hash_of_facts
+from raypipe.stores.base import MAX_SAMPLE_BYTES, PartedStore, hash_of_facts
 
 _INTERFACE_VERSION = 2
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
@@ -348,7 +348,7 @@ class Shard:
         return shared_cache().get(self.file, LMDBFile)
 
 
-class Shards(Parts):
+class Shards(PartedStore):
     """The files of an open store."""
 
     groups = None

@@ -27,7 +27,7 @@ from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_values import is_bytes, is_text, take
-from raypipe.stores.base import Columns, FileStore, Parts, hash_of_facts
+from raypipe.stores.base import Columns, FileStore, PartedStore, hash_of_facts
 from raypipe.stores.tables import ListedFiles, read_tables
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -137,7 +137,7 @@ def _column_of(name: str, column: pa.ChunkedArray) -> _Column:
     return _Column(taker, column.get_total_buffer_size())
 
 
-class _Groups(Parts, TableColumns):
+class _Groups(PartedStore, TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
     def __init__(

@@ -21,7 +21,7 @@ from raypipe.stores.arrow_values import array_type
 from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
-    Parts,
+    PartedStore,
     as_text,
     hash_of_facts,
 )
@@ -38,7 +38,7 @@ _NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is al
 Reader = OpenFile | ByteRangesReader
 
 
-class TarSamples(Parts):
+class TarSamples(PartedStore):
     """The tars of a store, and the index of their samples."""
 
     def __init__(

@@ -31,7 +31,7 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import join_train_run
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
@@ -222,18 +222,18 @@ def _source_of(
     in_train: bool,
     max_actors: int | None,
     apart: bool,
-) -> Source:
+) -> HostSource:
     """The stream of a rank, made on a device, in this process, or by Ray; see `RayStreams`."""
     rank, world_size = share[:2]
     siblings = 1
     if spec.resident is not None:
-        return Source(functools.partial(spec.resident.open, rank, world_size))
+        return HostSource(functools.partial(spec.resident.open, rank, world_size))
     if spec.pool.engine == "inline":
         maker = MicroBatchMaker(spec)
         open_at = functools.partial(
             inline_batches, spec, rank=rank, world_size=world_size, maker=maker
         )
-        return Source(open_at, draws_globally=maker.draws_globally)
+        return HostSource(open_at, draws_globally=maker.draws_globally)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
 
     if share.is_given or not in_train:
@@ -244,7 +244,7 @@ def _source_of(
         in_train = False
         siblings = share.num_processes
     streams = RayStreams(spec, rank, world_size, in_train, max_actors, apart, siblings)
-    return Source(streams.open, streams)
+    return HostSource(streams.open, streams)
 
 
 def _start_of(

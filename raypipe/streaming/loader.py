@@ -52,7 +52,7 @@ from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.rank_stream import RankStream, Source
+from raypipe.streaming.rank_stream import HostSource, RankStream
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.opened import stream_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, read_whole_checkpoint
@@ -64,7 +64,7 @@ from raypipe.streaming.saving.saved_model import (
     val_of,
 )
 from raypipe.streaming.saving.stateful import (
-    KEPT,
+    IN_CHECKPOINT,
     NUMBERS,
     Stateful,
     as_plain_numbers,
@@ -74,7 +74,7 @@ from raypipe.streaming.saving.stateful import (
     restore,
     states_of,
 )
-from raypipe.streaming.shares import WHOLE, Share
+from raypipe.streaming.shares import ALONE, Share
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.fields import MicroBatch
@@ -120,8 +120,8 @@ class Loader(Unlike, instead=_INSTEAD):
     def __init__(
         self,
         spec: StreamSpec,
-        source: Source,
-        share: Share = WHOLE,
+        source: HostSource,
+        share: Share = ALONE,
         device: torch.device | None = None,
         *,
         cursor: Cursor | None = None,
@@ -576,7 +576,7 @@ class Loader(Unlike, instead=_INSTEAD):
         checkpoints.save(
             state,
             place,
-            of_kind(metrics, KEPT),
+            of_kind(metrics, IN_CHECKPOINT),
             self._described(),
             self.metrics.run_log.sync,
             after,

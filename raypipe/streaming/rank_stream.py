@@ -40,7 +40,7 @@ from raypipe.transform.fields import MicroBatch
 _START_IMAGES = 5_000
 
 
-class Source(NamedTuple):
+class HostSource(NamedTuple):
     """A rank's stream in host memory.
 
     Attributes:
@@ -72,7 +72,7 @@ class RankStream:
         self,
         plan: Plan,
         share: Share,
-        source: Source,
+        source: HostSource,
         on_device: Callable[[Iterator[MicroBatch]], Iterator[Batch]],
         metrics: LoaderMetrics,
     ) -> None:

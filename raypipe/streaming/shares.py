@@ -35,7 +35,7 @@ class Share(NamedTuple):
     is_first: bool = True
 
 
-WHOLE = Share(0, 1, 0, 1)
+ALONE = Share(0, 1, 0, 1)
 
 
 def share_of(
@@ -57,7 +57,7 @@ def share_of(
         started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     given = mesh, rank, world_size
     if given == (None, None, None):
-        return Share(*started, *started) if started else WHOLE
+        return Share(*started, *started) if started else ALONE
     if given[1:] == (None, None):
         return _in_mesh(mesh, *(started or (0, 1)))
     if rank is None and world_size == 1:

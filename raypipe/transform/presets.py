@@ -26,7 +26,7 @@ from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Step, Steps, build_steps
+from raypipe.transform.transform_steps import Steps, StepSettings, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import (
     VIEW_PRESETS,
@@ -131,7 +131,7 @@ def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
     return {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
 
 
-def _smallest(size: Size) -> Step:
+def _smallest(size: Size) -> StepSettings:
     """The resize before a center crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
     return {
         "SmallestMaxSize": {
@@ -147,7 +147,7 @@ def _crop_and_flip(size: Size) -> Steps:
     ]
 
 
-def _box(name: str, size: Size) -> Step:
+def _box(name: str, size: Size) -> StepSettings:
     return {name: dict(zip(("height", "width"), sides_of(size), strict=True))}
 
 

@@ -47,7 +47,7 @@ from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.tv_targets import by_torchvision
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, rng_parameter
 
-Image = np.ndarray | Undecoded
+SourceImage = np.ndarray | Undecoded
 
 
 class SampleTransform:
@@ -136,12 +136,12 @@ class SampleTransform:
             return False
         return all(step.p >= 1 and step.num_uniforms == 0 for step in self._whole.steps)
 
-    def __call__(self, image: Image, key: Key) -> np.ndarray:
+    def __call__(self, image: SourceImage, key: Key) -> np.ndarray:
         """Transform an image without targets, see `with_targets`."""
         return self.with_targets(image, {}, key)[IMAGE]
 
     def with_targets(
-        self, image: Image, targets: SampleFields, key: Key
+        self, image: SourceImage, targets: SampleFields, key: Key
     ) -> SampleFields:
         """Transform one image and its targets.
 
@@ -175,7 +175,7 @@ class SampleTransform:
             return {**targets, IMAGE: image}
         return self.finish(image, targets, key)
 
-    def _by_program(self, image: Image, params: np.ndarray) -> np.ndarray:
+    def _by_program(self, image: SourceImage, params: np.ndarray) -> np.ndarray:
         """Run the program on one image; raise ValueError if it is too small for a crop."""
         program = self.program
         assert program is not None and program.size is not None, (
@@ -190,7 +190,9 @@ class SampleTransform:
             return kernel.apply_all(image, program.ops, params)
         return out
 
-    def finish(self, image: Image, targets: SampleFields, key: Key) -> SampleFields:
+    def finish(
+        self, image: SourceImage, targets: SampleFields, key: Key
+    ) -> SampleFields:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         if self._is_settled or not isinstance(image, np.ndarray):
             result = self._called(image, targets, key)
@@ -225,13 +227,13 @@ class SampleTransform:
             result = self._called(kept, targets, key)
         return result
 
-    def _called(self, image: Image, targets: SampleFields, key: Key) -> Any:
+    def _called(self, image: SourceImage, targets: SampleFields, key: Key) -> Any:
         if not self.draws_globally or "torch" in sys.modules:
             return self._drawn(image, targets, key)
         # It may write into what it is given.
         return drawn(lambda: self._drawn(*copy.deepcopy((image, targets)), key))
 
-    def _drawn(self, image: Image, targets: SampleFields, key: Key) -> Any:
+    def _drawn(self, image: SourceImage, targets: SampleFields, key: Key) -> Any:
         """Call it on an image, under a key: to seed what it is handed takes 5 µs, the process 20 to 55 more."""
         k0 = int(key[0])
         k1 = int(key[1])

@@ -29,8 +29,8 @@ from raypipe.section import check, shown
 for _name in ("NO_ALBUMENTATIONS_UPDATE", "ALBUMENTATIONS_NO_TELEMETRY"):
     os.environ.setdefault(_name, "1")
 
-Step = dict[str, Any]
-Steps = list[Step]
+StepSettings = dict[str, Any]
+Steps = list[StepSettings]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
 
 # A YAML of a few lines can stand for billions of values (aliases of aliases), and for lists that hold themselves.

@@ -25,7 +25,7 @@ from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain
 from raypipe.section import check
-from raypipe.transform.transform_steps import Step, Steps
+from raypipe.transform.transform_steps import Steps, StepSettings
 
 _NAME = re.compile(r"[\w-]+")
 _KNOWN = ("transform", "transforms", "count", "size")
@@ -47,11 +47,11 @@ class View:
     size: int
 
 
-class PresetSteps(list[Step]):
+class PresetSteps(list[StepSettings]):
     """Steps of a raypipe preset, whose values need no check."""
 
 
-def _crop(size: int, scale: list[float]) -> Step:
+def _crop(size: int, scale: list[float]) -> StepSettings:
     cubic = 2  # OpenCV's number of it, as DINO's code has it
     return {
         "RandomResizedCrop": {
@@ -62,7 +62,7 @@ def _crop(size: int, scale: list[float]) -> Step:
     }
 
 
-def color_jitter(strengths: Sequence[float], p: float) -> Step:
+def color_jitter(strengths: Sequence[float], p: float) -> StepSettings:
     """A ColorJitter by how far its factors go from 1, and by how far the hue turns."""
     *factors, hue = strengths
     names = ("brightness", "contrast", "saturation")
@@ -82,7 +82,7 @@ def _colors(*strengths: float) -> Steps:
     ]
 
 
-def _blur(p: float) -> Step:
+def _blur(p: float) -> StepSettings:
     return {"GaussianBlur": {"sigma_limit": [0.1, 2.0], "p": p}}
 
 

@@ -29,7 +29,7 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.shares import Share
@@ -161,7 +161,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(
         spec,
-        Source(lambda place: inline_batches(spec, place, rank, world_size)),
+        HostSource(lambda place: inline_batches(spec, place, rank, world_size)),
         Share(rank, world_size, rank, world_size),
         begins=False,
     )
@@ -221,7 +221,7 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     def opened() -> Any:
         batches = inline_batches(spec, spec.plan.start())
         source = told(batches, lambda: ends.append("ended"))
-        one = Loader(spec, Source(lambda _: source), cursor=spec.plan.start())
+        one = Loader(spec, HostSource(lambda _: source), cursor=spec.plan.start())
         epochs = one.epochs()
         for epoch in epochs:  # noqa: B007  a person leaves it at once
             break
@@ -297,7 +297,7 @@ def test_an_earlier_stream_makes_room_for_trainers_and_goes_on_later(
     while end_oldest():  # other tests may have left some
         pass
     pool = OwnPool(spec)
-    one = Loader(spec, Source(pool.open, pool), cursor=spec.plan.start())
+    one = Loader(spec, HostSource(pool.open, pool), cursor=spec.plan.start())
     train = next(one.epochs()).train
     next(train)
 

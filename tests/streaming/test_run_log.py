@@ -19,7 +19,7 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -128,7 +128,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
 
     folder = open_filesystem(tmp_path.as_uri())
     loader = Loader(
-        spec, Source(lambda _: stalled()), cursor=spec.plan.start(), folder=folder
+        spec, HostSource(lambda _: stalled()), cursor=spec.plan.start(), folder=folder
     )
     batches = next(loader.epochs()).train
     for _ in range(8):

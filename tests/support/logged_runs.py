@@ -14,7 +14,7 @@ from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.record.digest_log import (
     DIGESTS,
     DigestLog,
@@ -52,7 +52,7 @@ def logging_loader(
 
     return Loader(
         spec,
-        Source(open_at),
+        HostSource(open_at),
         Share(rank, world_size, rank, world_size),
         CPU,
         cursor=cursor or spec.plan.start(),

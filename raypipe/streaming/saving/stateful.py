@@ -131,7 +131,7 @@ def as_plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NUMBERS = int | float
-KEPT = int | float | str | None
+IN_CHECKPOINT = int | float | str | None
 """Kinds of metrics that a checkpoint in a run's folder keeps."""
 
 

@@ -96,7 +96,8 @@ def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:
         if not is_made.any():
             continue
         permutation = param.data["permutation"]
-        tiles = permutation[permutation[:, 0].argsort()]  # of each row in turn
+        # the tiles of each row in turn
+        tiles = permutation[permutation[:, 0].argsort()]
         made = labels[tiles.to(labels.device, non_blocking=True)].flatten(1)
         missing = made.shape[1] - labels.shape[1]
         own = torch.nn.functional.pad(labels, (0, missing), value=NO_BOX)

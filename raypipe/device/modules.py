@@ -180,7 +180,7 @@ class ChosenRows(nn.Module):
 
 
 class _Call(NamedTuple):
-    """How a step is called.
+    """A step, and the way to call it.
 
     Attributes:
         setting: the setting that it is of, for errors.

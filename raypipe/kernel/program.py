@@ -47,7 +47,7 @@ class Program:
         self.num_params = offset
         self._num_uniforms = sum(1 + step.num_uniforms for step in self.steps)
         self.takes_points = all(step.takes_points for step in self.steps)
-        # of images of two sizes, for many draws
+        # many draws, for images of two sizes
         sizes = np.repeat([(1009, 2003), (2003, 1009)], 16, axis=0)
         _, made = self.draw(np.arange(64, dtype=np.uint64).reshape(32, 2), sizes)
         height, width = made[0].tolist()

@@ -64,7 +64,7 @@ def train_loop(config: dict[str, Any]) -> None:
     quiet_trainer()
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     if num_threads.isdecimal() and int(num_threads) > 0:
-        # as Ray has set: this process may be a fork that has imported torch before
+        # Ray has set the number: this process may be a fork that has imported torch before
         torch.set_num_threads(int(num_threads))
     options = dict(config)
     rank = ray.train.get_context().get_world_rank()

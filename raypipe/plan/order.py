@@ -181,7 +181,7 @@ class Shuffle:
         window_groups = self.window_groups or default_window_groups(offsets)
         starts = np.append(offsets[:-1:window_groups], self.size)
         windows = np.searchsorted(starts, positions, side="right") - 1
-        rows = np.empty(len(positions), np.int64)  # of the permuted groups
+        rows = np.empty(len(positions), np.int64)  # rows of the permuted groups
         for window in np.unique(windows).tolist():
             inside = windows == window
             start = int(starts[window])

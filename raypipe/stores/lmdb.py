@@ -156,7 +156,7 @@ class _Shards(Shards, TableColumns):
     def _read(
         self, number: int, rows: np.ndarray, columns: Sequence[str]
     ) -> dict[str, Any]:
-        """Read all records at once; or one by one, if some are missing or damaged, or there is no extension."""
+        """Read all records at once; or one by one, if some are missing or damaged, or without the extension."""
         shard = self.shards[number]
         file = shard.open()
         stored = {name: self.fields[name].name for name in columns}

@@ -109,7 +109,7 @@ _Count = Annotated[int, Limits(0, 1 << 62)]
 
 
 def _checked(scan: Scan, tar: Tar) -> Scan:
-    """Return a scan; raise one of `_WRONG` unless it is of the tar as it is now, and fits itself."""
+    """Return a scan; raise one of `_WRONG` unless it describes the tar as it is now, and fits itself."""
     if scan.tar != _version_of(tar):
         raise ValueError("it belongs to another version of the tar")
     check("sparse", scan.sparse, dict[str, list[list[_Count]]])

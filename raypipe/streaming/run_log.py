@@ -216,7 +216,7 @@ class RunLog(Observer):
             self._looks.start()
 
     def _look_around(self) -> None:
-        """Look for a request to stop, if due; tell what has happened, and of a long wait."""
+        """Look for a request to stop, if due; log new events, and a long wait."""
         now = time.time()
         if not self.stops and now - self._stop_looked_at >= self._stop_every_s:
             self._stop_looked_at = now

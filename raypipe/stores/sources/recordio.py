@@ -47,7 +47,7 @@ def open_recordio(address: str, asked: Asked) -> Source:
     """Open one .rec. Several labels are an array; without a target they are a column `labels`, a list."""
     check_unasked("MXNet RecordIO", asked)
     num_records = None
-    with contextlib.suppress(ConfigError):  # there is no index
+    with contextlib.suppress(ConfigError):  # the file has no index
         text = read_text(f"{address.removesuffix('.rec')}.idx", _MAX_INDEX_BYTES)
         num_records = sum(1 for line in text.splitlines() if line.strip())
     samples = _samples(address, num_records, has_label=bool(asked.label))

@@ -33,7 +33,7 @@ def make_room(cpus: float, spared: Any = None, most: float = math.inf) -> None:
     Nobody else may be able to end them: a notebook's names and errors hold them.
 
     Args:
-        spared: handle of the Supervisor of one that goes on.
+        spared: handle of the Supervisor of a stream that is not ended.
         most: how many may be ended.
     """
     while most > 0 and not _settles(cpus) and end_oldest(spared):

@@ -57,7 +57,7 @@ def image_kind(data: bytes) -> str | None:
 def plain_size(data: bytes, kind: str) -> Sides | None:
     """(height, width) of a PNG or WebP that cv2 reads as Pillow does; None for any other, and other kinds.
 
-    Of PNGs those are undamaged ones of 8-bit gray or RGB, without extras. Checksums are compared here: libpng
+    A PNG is read so if it is undamaged, 8-bit gray or RGB, without extras. Checksums are compared here: libpng
     writes its complaint to stderr, and cv2 returns what it has when the rest is missing.
 
     Raises:

@@ -23,7 +23,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded_stream import RecordedStream
-from raypipe.metrics.records import RECORDS, read_records
+from raypipe.metrics.records import RECORDS, Record, read_records
 from raypipe.mistakes import choices
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -90,6 +90,38 @@ def given_of(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 
+def _starts_in(
+    records: list[Record],
+    run_uri: str,
+    trust_run_code: bool,
+    given: dict[str, Any],
+) -> list[Start]:
+    """Read the starts of a run, in the order in which they happened; see `raypipe.replay`."""
+    streams: dict[str, RecordedStream] = {}
+    starts = []
+    for record in records:
+        described = record.get("stream")
+        if record.get("kind") != "start" or described is None:
+            continue
+        with damage_told(join_address(run_uri, RECORDS)):
+            # A resume may change settings, and most do not.
+            text = json.dumps(described, sort_keys=True)
+            if text not in streams:
+                stream = StreamRecord(**described)
+                streams[text] = RecordedStream(run_uri, stream, trust_run_code, given)
+            workers = whole_number(record.get("workers", 1), "workers", 1)
+            start = Start(
+                whole_number(record["step"], "step"),
+                workers,
+                bool(record.get("validates")),
+                streams[text],
+                dict(record.get("settings", {})),
+                sealed(described, workers),
+            )
+            starts.append(start)
+    return starts
+
+
 class RecordedRun:
     """A run by its folder.
 
@@ -119,30 +151,7 @@ class RecordedRun:
         self.address = run_uri.removeprefix("file://")
         self.records = read_records(run_uri)
         check_owner(run_uri, trust_run_code)
-        self.starts: list[Start] = []
-        streams: dict[str, RecordedStream] = {}
-        for record in self.records:
-            described = record.get("stream")
-            if record.get("kind") != "start" or described is None:
-                continue
-            with damage_told(join_address(run_uri, RECORDS)):
-                # A resume may change settings, and most do not.
-                text = json.dumps(described, sort_keys=True)
-                if text not in streams:
-                    stream = StreamRecord(**described)
-                    streams[text] = RecordedStream(
-                        run_uri, stream, trust_run_code, given
-                    )
-                workers = whole_number(record.get("workers", 1), "workers", 1)
-                start = Start(
-                    whole_number(record["step"], "step"),
-                    workers,
-                    bool(record.get("validates")),
-                    streams[text],
-                    dict(record.get("settings", {})),
-                    sealed(described, workers),
-                )
-                self.starts.append(start)
+        self.starts = _starts_in(self.records, run_uri, trust_run_code, given)
         if not self.starts:
             raise ConfigError(
                 f"{self.address} does not exist, or has no start in its {RECORDS}: give the folder of a run that "

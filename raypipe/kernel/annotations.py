@@ -75,38 +75,35 @@ def _points(
     if op == Op.PAD:
         return points + np.array([p[2], p[0]])
     if op == Op.TURN:
-        if p[0] & 4:
-            points = points[:, ::-1]
-            height, width = width, height
-        signs = np.array([-1 if p[0] & 1 else 1, -1 if p[0] & 2 else 1])
-        last = np.array([width, height]) - 1 + 2 * middle
-        return points * signs + np.where(signs < 0, last, 0)
-    if op == Op.AFFINE:  # given by where its pixels come from
-        a, b, c, d, e, f = (number / 2**32 for number in p[:6])
-        x, y = (points - middle).T - [[c], [f]]
-        moved = np.column_stack([e * x - b * y, a * y - d * x])
-        return moved / (a * e - b * d or 1.0) + middle
+        return _turned(points, p[0], size, middle)
+    if op == Op.AFFINE:
+        return _mapped(points - middle, p[:6]) + middle
     return points
+
+
+def _turned(points: np.ndarray, code: int, size: _Size, middle: float) -> np.ndarray:
+    """Points behind a turn, whose code is the sum of that of `Turn`."""
+    height, width = size
+    if code & 4:
+        points = points[:, ::-1]
+        height, width = width, height
+    signs = np.array([-1 if code & 1 else 1, -1 if code & 2 else 1])
+    last = np.array([width, height]) - 1 + 2 * middle
+    return points * signs + np.where(signs < 0, last, 0)
+
+
+def _mapped(points: np.ndarray, sources_q32: list[int]) -> np.ndarray:
+    """Points behind an affine map, which is given by where its pixels come from."""
+    a, b, c, d, e, f = (number / 2**32 for number in sources_q32)
+    x, y = points.T - [[c], [f]]
+    determinant = a * e - b * d or 1.0
+    return np.column_stack([e * x - b * y, a * y - d * x]) / determinant
 
 
 def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: _Size) -> np.ndarray:
     """Boxes (K, 5), around the corners of what they were, or around what holes leave of them."""
     if op == Op.DROPOUT:
-        is_hidden = np.zeros(size, bool)
-        for hole in range(4, 4 + 4 * p[3], 4):
-            top, left, bottom, right = p[hole : hole + 4]
-            is_hidden[top:bottom, left:right] = True
-        visible = []
-        for box in boxes:
-            x0, y0, x1, y1 = box[:4].astype(int).tolist()
-            # (x, y) of the pixels that are not hidden
-            seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
-            if len(seen):
-                around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
-                if around == [x0, y0, x1, y1]:
-                    around = box[:4]  # a whole box keeps its fractions of pixels
-                visible.append([*around, *box[4:]])
-        return np.array(visible).reshape(-1, boxes.shape[1])
+        return _visible(boxes, np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4), size)
     corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
     moved = _points(corners, op, p, size, _OF_CORNERS).reshape(-1, 4, 2)
     return np.hstack([moved.min(axis=1), moved.max(axis=1), boxes[:, 4:]])
@@ -117,6 +114,24 @@ def _cut(boxes: np.ndarray, size: _Size) -> np.ndarray:
     corners = np.clip(boxes[:, :4], 0, (size[1], size[0]) * 2)
     stays = (corners[:, 2:] - corners[:, :2] >= _LEAST).all(axis=1)
     return np.hstack([corners, boxes[:, 4:]])[stays]
+
+
+def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
+    """Boxes around what holes leave of them."""
+    is_hidden = np.zeros(size, bool)
+    for top, left, bottom, right in holes.tolist():
+        is_hidden[top:bottom, left:right] = True
+    visible = []
+    for box in boxes:
+        x0, y0, x1, y1 = box[:4].astype(int).tolist()
+        # (x, y) of the pixels that are not hidden
+        seen = np.argwhere(~is_hidden[y0:y1, x0:x1])[:, ::-1] + (x0, y0)
+        if len(seen):
+            around = [*seen.min(axis=0), *(seen.max(axis=0) + 1)]
+            if around == [x0, y0, x1, y1]:
+                around = box[:4]  # a whole box keeps its fractions of pixels
+            visible.append([*around, *box[4:]])
+    return np.array(visible).reshape(-1, boxes.shape[1])
 
 
 def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:

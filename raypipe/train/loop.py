@@ -238,7 +238,12 @@ class Trainer:
                 if self.loader.stopping:
                     # the checkpoint is before the validation, which a resume repeats
                     return
-        values, count = validation.result()
+        self._record_validation(batches.segment.epoch, *validation.result())
+
+    def _record_validation(
+        self, epoch: int, values: dict[str, float], count: int
+    ) -> None:
+        """Record the values of a validation of so many samples."""
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
@@ -251,7 +256,6 @@ class Trainer:
         score = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
         values = {**values, "samples": count}
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        epoch = batches.segment.epoch
         self._metrics.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({count} samples)",

@@ -26,7 +26,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.plain import counted_target
-from raypipe.streaming.rank_stream import Source
+from raypipe.streaming.rank_stream import HostSource
 from raypipe.streaming.shares import Share
 
 EPOCHS = 2
@@ -70,7 +70,7 @@ def rank_of(spec: raypipe.StreamSpec, rank: int, world_size: int) -> Loader:
     """A rank's loader, in this process."""
 
     share = Share(rank, world_size, rank, world_size)
-    source = Source(lambda place: inline_batches(spec, place, rank, world_size))
+    source = HostSource(lambda place: inline_batches(spec, place, rank, world_size))
     return Loader(spec, source, share, cursor=spec.plan.start())
 
 

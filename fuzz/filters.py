@@ -187,9 +187,14 @@ def _compared(
     one = evaluated(left, row)
     if isinstance(op, ast.In | ast.NotIn):
         assert isinstance(right, ast.List)
-        values = [ast.literal_eval(value) for value in right.elts]
+        try:
+            values = [ast.literal_eval(value) for value in right.elts]
+        except ValueError:
+            raise Unknown from None
         if one is None:
-            found = None in values if None in values or not values else None
+            # a None that is written is compared as by ==
+            is_known = None in values or not values or isinstance(left, ast.Constant)
+            found = None in values if is_known else None
         else:
             found = any(
                 _same_kind(one, value) and one == value

@@ -171,6 +171,12 @@ def _value(node: ast.expr, columns: Mapping[str, pa.Array]) -> pa.Array | pa.Sca
             return _scalar(-number)
         case ast.BoolOp(op, operands) if type(op) in _OPERATIONS:
             return reduce(_OPERATIONS[type(op)], map(value, operands))
+        case (
+            ast.UnaryOp(ast.USub(), ast.Constant())
+            | ast.BinOp(ast.Constant(None))
+            | ast.BinOp(right=ast.Constant(None))
+        ):
+            pass  # what is computed from None has no value, but would compare as None does
         case ast.UnaryOp(op, operand) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](value(operand))
         case ast.BinOp(left, op, right) if type(op) in _OPERATIONS:

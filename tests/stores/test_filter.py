@@ -77,6 +77,8 @@ def test_a_filter_keeps_the_samples_that_it_is_true_for(
         ("label in ['1']", "cannot be evaluated"),
         ("name / 2 > 0", "cannot be evaluated"),
         ("-name < 0", "cannot be evaluated"),
+        ("width != -None", "'-None' is not allowed"),
+        ("width != None + None", "'None \\+ None' is not allowed"),
         ("- " * 100_000 + "label == 1", "it may contain"),
         ("label" + " + 1" * 100_000 + " > 3", "it may contain"),
     ],

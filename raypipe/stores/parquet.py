@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -38,6 +39,9 @@ _VIEWED = 4
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
+
+# Most bytes of a row group's images that are read to see whether there are any; rows without one take almost none.
+_LOOKED_AT = 1 << 20
 
 _VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
 
@@ -79,7 +83,7 @@ class ParquetStore(FileStore["_Groups | ListedFiles"]):
             filesystem, _ = open_filesystem(self.address)
             paths = [open_filesystem(file.address)[1] for file in files]
         footers = in_threads(lambda path: _footer_of(filesystem, path), paths)
-        if _have_only_paths(footers, self._options[0]):
+        if _have_only_paths(filesystem, footers, self._options[0]):
             return read_tables(self.address, files, *self._options[:2])
         return _Groups(filesystem, footers, *self._options)
 
@@ -255,30 +259,67 @@ class _Groups(PartedStore, TableColumns):
         }
 
 
-def _have_only_paths(footers: Sequence[_Footer], image_column: str) -> bool:
+def _have_only_paths(
+    filesystem: pafs.FileSystem, footers: Sequence[_Footer], image_column: str
+) -> bool:
     """Return whether the image column has no images or, if there is none, no column could have them."""
     schema = footers[0].schema
     if image_column not in schema.names:
         return not any(is_bytes(kind) or kind.num_fields for kind in schema.types)
     kind = schema.field(image_column).type
-    is_struct = pa.types.is_struct(kind)
-    return is_text(kind) or (is_struct and _are_only_named(footers, image_column))
+    if is_text(kind):
+        return True
+    if not (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0):
+        return False
+    has_rows = any(footer.metadata.num_rows for footer in footers)
+    return has_rows and all(
+        _is_only_named(filesystem, footer, image_column) for footer in footers
+    )
 
 
-def _are_only_named(footers: Sequence[_Footer], image_column: str) -> bool:
-    """Return whether, by the footers, images of Hugging Face's layout have paths, and no bytes."""
-    num_rows = 0
-    for footer in footers:
-        for number in range(footer.metadata.num_row_groups):
-            group = footer.metadata.row_group(number)
-            num_rows += group.num_rows
-            for column in map(group.column, range(group.num_columns)):
-                if column.path_in_schema == f"{image_column}.bytes":
-                    found = column.statistics
-                    if not (found and found.has_null_count):
-                        return False
-                    num_rows -= found.null_count
-    return not num_rows and any(footer.metadata.num_rows for footer in footers)
+class _SmallReads:
+    """A file of which a read of more than `_LOOKED_AT` bytes is a ValueError."""
+
+    def __init__(self, file: pa.NativeFile) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read_buffer(self, num_bytes: int) -> pa.Buffer:
+        if num_bytes > _LOOKED_AT:
+            raise ValueError("these are not rows without a value")
+        return self._file.read_buffer(num_bytes)
+
+    read = read_buffer
+
+
+def _is_only_named(
+    filesystem: pafs.FileSystem, footer: _Footer, image_column: str
+) -> bool:
+    """Return whether a file's images of Hugging Face's layout have no bytes: then these are read fast.
+
+    The footer would tell as well, but pyarrow ends the process at the statistics of a damaged one.
+    """
+    groups = map(footer.metadata.row_group, range(footer.metadata.num_row_groups))
+    if any(group.total_byte_size > read_limit() for group in groups):
+        return False
+
+    def has_none(file: pa.NativeFile) -> bool:
+        source = pa.PythonFile(_SmallReads(file), mode="r")
+        reader = pq.ParquetFile(source, metadata=footer.metadata)
+        batches = reader.iter_batches(
+            columns=[f"{image_column}.bytes"], use_threads=False
+        )
+        return all(
+            pc.struct_field(batch.column(0), "bytes").null_count == batch.num_rows
+            for batch in batches
+        )
+
+    try:
+        return read_by(filesystem, footer.path, has_none)
+    except (pa.ArrowException, OSError, ValueError):
+        return False  # to read the images is an error that names the row group
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
@@ -290,8 +331,9 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
         return
     starts = tuple(f"{leaf}." for leaf in leaves)
     for number in range(row_group.num_columns):
-        column = row_group.column(number)
-        if column.path_in_schema in leaves or column.path_in_schema.startswith(starts):
+        path = group.metadata.schema.column(number).path
+        if path in leaves or path.startswith(starts):
+            column = row_group.column(number)
             unpacked += column.total_uncompressed_size
             stored += column.total_compressed_size
     check_read(

@@ -179,6 +179,18 @@ def test_a_footer_with_foreign_null_counts_does_not_end_the_process() -> None:
     ]
 
 
+def test_a_footer_with_a_foreign_type_does_not_end_the_process() -> None:
+    named = [{"bytes": None, "path": f"{row}.jpg"} for row in range(3)]
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    path = Path(write_table("a.parquet", image=pa.array(named, kind)))
+    # The type of each column's values, behind its schema: 6 (BYTE_ARRAY), and now none of Parquet's.
+    content = path.read_bytes()
+    assert content.count(b"\x15\x0c\x19") == 2
+    path.write_bytes(content.replace(b"\x15\x0c\x19", b"\x15\x22\x19"))
+    with pytest.raises(StoreError, match=r"a\.parquet"):
+        ParquetStore(path).read(np.arange(3))
+
+
 def test_text_that_is_no_utf_8_is_none() -> None:
     names = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
     path = write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names)

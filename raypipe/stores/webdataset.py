@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import StoreError
+from raypipe.section import shown
 from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
@@ -160,7 +161,7 @@ def _labels_of(names: Sequence[str], scans: Sequence[Scan]) -> np.ndarray | None
         if scan.labels is None:
             (first,) = as_names(scan.keys[:1])
             raise StoreError(
-                f"{name}: sample {first!r} has no label, but samples of other shards have one"
+                f"{name}: sample {shown(first)} has no label, but samples of other shards have one"
             )
         labels += scan.labels
     try:
@@ -222,7 +223,7 @@ def find_samples(
             return None
     elif None in labels and not problem:
         key = samples[labels.index(None)].key
-        problem = f"sample {key!r} has no label, but others have one"
+        problem = f"sample {shown(key)} has no label, but others have one"
     if problem:
         raise _bad(name, problem, target_column)
     label_suffixes = (_label_suffix(target_column), target_column.lower())
@@ -264,7 +265,7 @@ def _grouped(counted: Sequence[tuple[str, str, Place]]) -> tuple[list[_Sample], 
         members: dict[str, Place] = {}
         for _, suffix, location in group:
             if suffix in members:
-                problem = problem or f"sample {key!r} has two members .{suffix}"
+                problem = problem or f"sample {shown(key)} has two members .{suffix}"
             members[suffix] = location
         before = by_key.get(key)
         if before is not None and before.members.keys().isdisjoint(members):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,5 @@ def test_the_script_trains_with_one_name_changed(
     images = [write_store(tmp_path / f"{num}.parquet", num) for num in (1100, 500)]
     run_here(PLAIN.replace(theirs, ours), *images, tmp_path / "ours.pt", 2)
     # a stream of an earlier test, freed only now, may print its last line behind it
-    accuracies = re.findall(r"^epoch \d: accuracy (.*)", capsys.readouterr().out, re.M)
-    assert len(accuracies) == 2 and float(accuracies[1]) > 0.3
-    assert (tmp_path / "ours.pt").is_file()
+    accuracy = capsys.readouterr().out.split("epoch 1: accuracy ")[1].split()[0]
+    assert float(accuracy) > 0.3 and (tmp_path / "ours.pt").is_file()

